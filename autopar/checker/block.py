@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from autopar.checker import conversions, table
+from autopar.checker import conversions
 from autopar.checker.captured import CapturedBlock, CapturedOperation, canonical
-from autopar.checker.carry import NotCarried, carry
-from autopar.checker.lemmas import LEMMAS, Lemma, Unfit
 from autopar.checker.local_arguments import LocalArguments
 from autopar.checker.local_run import run
-from autopar.checker.operation_call import TensorName, bind, schema_of, tensors_of
 from autopar.checker.reader import Applied, AxisName, Fixed, PlacedTensor, Reader
+from autopar.checker.rows import table
+from autopar.checker.rows.carry import NotCarried, carry
+from autopar.checker.rows.lemmas import LEMMAS, Lemma, Unfit
+from autopar.checker.rows.operation_call import TensorName, bind, schema_of, tensors_of
 from autopar.checker.shards import MICRO, Axes, Cut, Kinds, NotProven, equal_kind, words
 from autopar.checker.text import BlockText, refuse
 from autopar.ir.dims import has_batch

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autopar.checker.operation_call import DTypeName, TensorName, WholeCall, bind, tensors_of
 from autopar.checker.reader import CANONICAL
+from autopar.checker.rows.operation_call import DTypeName, TensorName, WholeCall, bind, tensors_of
 from autopar.checker.shards import Shape
 from autopar.ir import dims
 from autopar.ir.graph import Arg, Block, DType, Node, Ref, Symbol, Value

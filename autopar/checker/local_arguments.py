@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from autopar.checker.operation_call import TensorName, WholeCall, same_argument
 from autopar.checker.reader import END, PlacedTensor
+from autopar.checker.rows.operation_call import TensorName, WholeCall, same_argument
 from autopar.checker.shards import Axes, Kinds
 
 
@@ -25,7 +25,7 @@ class LocalArguments:
     def check(self, sizes: Collection[str]) -> None:
         """ValueError where an argument is another one. `sizes` are those that follow from shapes, which are compared."""
         special = {
-            "aten.slice": self._slice, "aten.narrow": self._slice, "aten.split": self._split, "aten.chunk": self._whole_parts,
+            "aten.slice": self._slice, "aten.split": self._split, "aten.chunk": self._whole_parts,
             "aten.split_with_sizes": self._split, "aten.group_norm": self._groups,
         }.get(self.call.op, self._groups if "groups" in self.call.arguments else None)  # fmt: skip
         skipped = set(sizes)
@@ -71,8 +71,6 @@ class LocalArguments:
         extent, ranks = self.call.shapes[0][dim], self._ranks(dim)
 
         def bounds(given: Mapping[str, Any], size: int) -> tuple[int, int]:
-            if "length" in given:
-                return int(given["start"]), int(given["start"]) + int(given["length"])
             start, end = given.get("start") or 0, given.get("end")
             ends = [min(size, max(0, each + size if each < 0 else each)) for each in (start, END if end is None else end)]
             return ends[0], ends[1]
@@ -84,7 +82,7 @@ class LocalArguments:
         own = bounds(self.given, extent // ranks)
         if own != (start // ranks, end // ranks):
             raise ValueError(f"ranks take elements {own[0]} to {own[1]}, the model {start} to {end} of {extent} on {ranks} ranks")
-        return {"start", "end", "length"}
+        return {"start", "end"}
 
     def _groups(self) -> set[str]:
         """Groups of channels: of those that a rank has."""

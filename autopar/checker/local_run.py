@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autopar.checker.operation_call import DTypeName
 from autopar.checker.reader import Applied, AxisName, Fixed, PlacedTensor
+from autopar.checker.rows.operation_call import DTypeName
 
 _LIKE_FIRST = frozenset(
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.checker.operation_call import DTypeName
+from autopar.checker.rows.operation_call import DTypeName
 from autopar.checker.shards import Kinds, NotProven, Shape, words_of
 from autopar.checker.text import refuse
 

@@ -25,7 +25,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ParameterText:
     """A parameter or buffer: its path in the block, whole shape, dtype in which it is stored, and placement by axis."""
 
     path: str
@@ -43,7 +43,7 @@ class BlockText:
     name: str
     line: int
     flags: Mapping[str, Any]
-    stored: tuple[StoredTensor, ...]
+    stored: tuple[ParameterText, ...]
     arguments: tuple[str, ...]
     body: tuple[ast.stmt, ...]
 
@@ -180,7 +180,7 @@ def literal(node: ast.expr) -> Any:
 
 def _block(node: ast.ClassDef) -> BlockText:
     flags: dict[str, Any] = {}
-    stored: tuple[StoredTensor, ...] = ()
+    stored: tuple[ParameterText, ...] = ()
     forward: ast.FunctionDef | None = None
     for name, each in _members(node):
         if isinstance(each, ast.FunctionDef):
@@ -206,7 +206,7 @@ def _call_of(node: ast.expr, name: str) -> ast.Call:
     raise refuse(node, f"this is no {name}")
 
 
-def _stored(node: ast.expr) -> StoredTensor:
+def _stored(node: ast.expr) -> ParameterText:
     call = _call_of(node, "ParameterSpec")
     if len(call.args) != 4:
         raise refuse(node, "a ParameterSpec has four arguments")
@@ -214,7 +214,7 @@ def _stored(node: ast.expr) -> StoredTensor:
     more = {str(each.arg): literal(each.value) for each in call.keywords}
     if set(more) - {"trainable", "buffer", "persistent"}:
         raise refuse(node, f"a ParameterSpec has no {', '.join(set(more))}")
-    return StoredTensor(path, tuple(shape), dtype, places, more.get("trainable", True), more.get("buffer", False))
+    return ParameterText(path, tuple(shape), dtype, places, more.get("trainable", True), more.get("buffer", False))
 
 
 _ATTRIBUTES = frozenset(

@@ -6,7 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from random import Random
 
-CONVERSION = re.compile(r'^(?P<indent>\s+)(?P<target>\w+) = C\.(?P<how>convert|start)\((?P<source>[\w.]+), (?P<axis>\w+), "(?P<text>[^"]+)"\)')
+CONVERSION = re.compile(
+    r"^(?P<indent>\s+)(?P<target>\w+) = C\.(?P<how>convert|start)"
+    r"\((?P<source>[\w.]+), (?P<axis>\w+), \"(?P<text>[^\"]+)\"\)"
+)
 LINE = re.compile(r"^(?P<indent> {8,})(?P<target>\w+) = (?P<code>(?!self\.mesh)[^#]+?)(?P<rest>\s*(#.*)?)$")
 KINDS = ("R", "I", "P", "S(0)", "S(1)", "S(2)")
 SAME_SHAPE = ("F.silu", "F.gelu", "F.relu")
@@ -69,7 +72,9 @@ def scaled(lines: Lines, random: Random) -> bool:
         return False
     index, match = found
     lines[index] = f"{match['indent']}{match['target']}_raw = {match['code']}"
-    lines.insert(index + 1, f"{match['indent']}{match['target']} = {match['target']}_raw * {random.choice(('2.0', '0.5', '1.0'))}")
+    lines.insert(
+        index + 1, f"{match['indent']}{match['target']} = {match['target']}_raw * {random.choice(('2.0', '0.5', '1.0'))}"
+    )
     return True
 
 

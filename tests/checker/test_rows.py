@@ -17,12 +17,12 @@ from support.models.operation_examples import build, single_operations, t
 from support.models.operations.further_examples import further_operations
 from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
-from autopar.checker import table
-from autopar.checker.captured import CapturedBlock, CapturedOperation
-from autopar.checker.carry import NotCarried, carry
+from autopar.checker.captured import CapturedBlock, CapturedOperation, canonical
 from autopar.checker.local_arguments import LocalArguments
-from autopar.checker.operation_call import bind
 from autopar.checker.reader import PlacedTensor
+from autopar.checker.rows import table
+from autopar.checker.rows.carry import NotCarried, carry
+from autopar.checker.rows.operation_call import bind
 from autopar.checker.shards import Axes, Cut, Kind
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
@@ -36,7 +36,10 @@ NO_VALUES = ("aten.empty", "aten.new_empty")
 
 def kinds_of(shape: Sequence[int], floating: bool, size: int) -> list[Kind]:
     cuts: list[Kind] = [
-        Cut(dim, extent // (size * parts)) for dim, extent in enumerate(shape) for parts in (1, 2, 3) if extent and extent % (size * parts) == 0
+        Cut(dim, extent // (size * parts))
+        for dim, extent in enumerate(shape)
+        for parts in (1, 2, 3)
+        if extent and extent % (size * parts) == 0
     ]
     return ["R", *(["I", "P"] if floating else []), *cuts]
 
@@ -68,7 +71,10 @@ def accepted(block: Block, size: int) -> Iterator[tuple[CapturedOperation, list[
     if row is None:
         return
     values = block.values()
-    choices = [kinds_of(shape, values[name].differentiable, size) for name, shape in zip(operation.operands, operation.call.shapes, strict=True)]
+    choices = [
+        kinds_of(shape, values[name].differentiable, size)
+        for name, shape in zip(operation.operands, operation.call.shapes, strict=True)
+    ]
     axes = Axes(("tp",), (size,))
     flowing = any(value.differentiable for value in operation.node.outputs)
     flows = [flowing and values[name].differentiable for name in operation.operands]
@@ -136,3 +142,8 @@ def test_products_of_repeated_elements(data: some.DataObject) -> None:
     torch.manual_seed(0)
     block, tensors = build("aten.einsum", (f"{terms[0]},{terms[1]}->{result}", tuple(t(*shape) for shape in shapes)), {})
     check(block, tensors, 2)
+
+
+def test_every_row_has_a_case() -> None:
+    proven = {canonical(op) for op, _, _ in CASES}
+    assert not set(table.ROWS) - proven

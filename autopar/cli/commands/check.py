@@ -12,9 +12,6 @@ from autopar.errors import PlanError
 from autopar.files import read_bytes
 from autopar.ir.plan_file.plan_file import refuse_misfits
 
-CERTIFICATE = "certificate.json"
-"""The name of the certificate in an exported folder."""
-
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit status 0 where the program is proven, 1 where a line is not."""

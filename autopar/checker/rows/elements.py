@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from autopar.checker.carry import Dim, Dims, Row, plain
-from autopar.checker.operation_call import WholeCall
+from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
+from autopar.checker.rows.operation_call import WholeCall
 from autopar.checker.shards import Shape
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
-Rows = dict[str, Callable[[WholeCall], Row]]
+Rows = dict[str, Callable[[WholeCall], OperationRow]]
 
 
-def aten(names: str, row: Callable[[WholeCall], Row]) -> Rows:
+def aten(names: str, row: Callable[[WholeCall], OperationRow]) -> Rows:
     """Operations that have a row in common."""
     return {f"aten.{name}": row for name in names.split()}
 
@@ -23,7 +23,7 @@ def letters(shape: Shape, prefix: str = "d", without: Sequence[int] = ()) -> Dim
     return plain([("" if i in without else f"{prefix}{i}") for i in range(len(shape))], shape)
 
 
-def pointwise(call: WholeCall, linear: tuple[tuple[int, ...], ...] = ()) -> Row:
+def pointwise(call: WholeCall, linear: tuple[tuple[int, ...], ...] = ()) -> OperationRow:
     """Operands broadcast from the right. A repeated element is whole on every rank."""
     result = max(call.results, key=len)
 
@@ -34,10 +34,10 @@ def pointwise(call: WholeCall, linear: tuple[tuple[int, ...], ...] = ()) -> Row:
     operands = tuple(map(aligned, call.shapes))
     read = {factor for dims in operands for dim in dims for factor, _ in dim}
     new = frozenset(f"d{i}" for i in range(len(result))) - read
-    return Row(operands, tuple(map(aligned, call.results)), linear=linear, new=new)
+    return OperationRow(operands, tuple(map(aligned, call.results)), linear=linear, new=new)
 
 
-def _linear_pointwise(groups: Callable[[WholeCall], tuple[tuple[int, ...], ...]]) -> Callable[[WholeCall], Row]:
+def _linear_pointwise(groups: Callable[[WholeCall], tuple[tuple[int, ...], ...]]) -> Callable[[WholeCall], OperationRow]:
     return lambda call: pointwise(call, groups(call))
 
 
@@ -64,10 +64,10 @@ def _first(call: WholeCall) -> tuple[tuple[int, ...], ...]:
     return ((0,),)
 
 
-def reduction(kind: str, linear: bool = False, argument: str = "dim") -> Callable[[WholeCall], Row]:
+def reduction(kind: str, linear: bool = False, argument: str = "dim") -> Callable[[WholeCall], OperationRow]:
     """`kind` is how shards are put together; empty: the reduced dimensions are whole."""
 
-    def row(call: WholeCall) -> Row:
+    def row(call: WholeCall) -> OperationRow:
         dims = call.dims(argument)
         rank = len(call.shapes[0])
         names = [("" if i in dims and not kind else f"d{i}") for i in range(rank)]
@@ -76,33 +76,35 @@ def reduction(kind: str, linear: bool = False, argument: str = "dim") -> Callabl
             remaining = [i for i in range(rank) if len(shape) == rank or i not in dims]
             results.append(plain(["" if i in dims else names[i] for i in remaining], shape))
         reduced = {names[i]: kind for i in dims} if kind else {}
-        return Row((plain(names, call.shapes[0]),), tuple(results), reduced, ((0,),) if linear else ())
+        return OperationRow((plain(names, call.shapes[0]),), tuple(results), reduced, ((0,),) if linear else ())
 
     return row
 
 
-def max_or_min(call: WholeCall) -> Row:
+def max_or_min(call: WholeCall) -> OperationRow:
     return pointwise(call) if len(call.shapes) == 2 else reduction("")(call)
 
 
-def along(default: int = -1, argument: str = "dim", linear: bool = False) -> Callable[[WholeCall], Row]:
+def along(default: int = -1, argument: str = "dim", linear: bool = False) -> Callable[[WholeCall], OperationRow]:
     """Along one dimension, which is whole."""
 
-    def row(call: WholeCall) -> Row:
+    def row(call: WholeCall) -> OperationRow:
         dim = call.dim(argument, default)
         sides = [tuple(letters(shape, without=(dim,)) for shape in side) for side in (call.shapes, call.results)]
-        return Row(sides[0], sides[1], linear=((0,),) if linear else ())
+        return OperationRow(sides[0], sides[1], linear=((0,),) if linear else ())
 
     return row
 
 
-def without(dims: Callable[[WholeCall], Sequence[int]], linear: bool = False) -> Callable[[WholeCall], Row]:
+def without(dims: Callable[[WholeCall], Sequence[int]], linear: bool = False) -> Callable[[WholeCall], OperationRow]:
     """All dimensions of the first operand but some; other operands are whole."""
 
-    def row(call: WholeCall) -> Row:
+    def row(call: WholeCall) -> OperationRow:
         whole = tuple(each % len(call.shapes[0]) for each in dims(call))
         operands = (letters(call.shapes[0], without=whole), *(_never(shape) for shape in call.shapes[1:]))
-        return Row(operands, tuple(letters(shape, without=whole) for shape in call.results), linear=((0,),) if linear else ())
+        return OperationRow(
+            operands, tuple(letters(shape, without=whole) for shape in call.results), linear=((0,),) if linear else ()
+        )
 
     return row
 
@@ -111,15 +113,15 @@ def _never(shape: Shape) -> Dims:
     return plain([""] * len(shape), shape)
 
 
-def redundant(call: WholeCall) -> Row:
+def redundant(call: WholeCall) -> OperationRow:
     """Every rank computes it whole."""
-    return Row(tuple(map(_never, call.shapes)), tuple(map(_never, call.results)))
+    return OperationRow(tuple(map(_never, call.shapes)), tuple(map(_never, call.results)))
 
 
-def permuted(order: Callable[[WholeCall], Sequence[int]]) -> Callable[[WholeCall], Row]:
-    def row(call: WholeCall) -> Row:
+def permuted(order: Callable[[WholeCall], Sequence[int]]) -> Callable[[WholeCall], OperationRow]:
+    def row(call: WholeCall) -> OperationRow:
         dims = letters(call.shapes[0])
-        return Row((dims,), (tuple(dims[i] for i in order(call)),), linear=((0,),))
+        return OperationRow((dims,), (tuple(dims[i] for i in order(call)),), linear=((0,),))
 
     return row
 
@@ -136,7 +138,7 @@ def _swapped(one: str | int, two: str | int) -> Callable[[WholeCall], list[int]]
     return order
 
 
-def reshape(call: WholeCall) -> Row:
+def reshape(call: WholeCall) -> OperationRow:
     """The flat index stays: both shapes as factors between all places where the products of their sizes meet or nest."""
     whole = prod(call.shapes[0])
     if whole == 0:
@@ -144,7 +146,7 @@ def reshape(call: WholeCall) -> Row:
     places = sorted({*_places(call.shapes[0]), *_places(call.results[0])})
     if any(b % a for a, b in zip(places, places[1:], strict=False)):
         places = sorted({*_places(call.shapes[0])} & {*_places(call.results[0])})
-    return Row((_between(call.shapes[0], places),), (_between(call.results[0], places),), linear=((0,),))
+    return OperationRow((_between(call.shapes[0], places),), (_between(call.results[0], places),), linear=((0,),))
 
 
 def _places(shape: Shape) -> Iterator[int]:
@@ -168,55 +170,57 @@ def _between(shape: Shape, places: Sequence[int]) -> Dims:
     return tuple(out)
 
 
-def part_of_dim(call: WholeCall) -> Row:
+def part_of_dim(call: WholeCall) -> OperationRow:
     """``slice split chunk narrow``: runs of all ranks end where parts do (`whole_runs` in `local_arguments`)."""
     dim = call.dim(default=0)
     results = tuple(plain([f"d{i}" for i in range(len(shape))], shape) for shape in call.results)
     if call.get("step", 1) != 1:
         return without(lambda _: (dim,), linear=True)(call)
-    return Row((letters(call.shapes[0]),), results, linear=((0,),))
+    return OperationRow((letters(call.shapes[0]),), results, linear=((0,),))
 
 
-def selected(call: WholeCall) -> Row:
+def selected(call: WholeCall) -> OperationRow:
     """``select unbind``: the dimension goes."""
     dim = call.dim(default=0)
     dims = letters(call.shapes[0], without=(dim,))
-    return Row((dims,), (dims[:dim] + dims[dim + 1 :],) * len(call.results), linear=((0,),))
+    return OperationRow((dims,), (dims[:dim] + dims[dim + 1 :],) * len(call.results), linear=((0,),))
 
 
-def concatenated(call: WholeCall) -> Row:
+def concatenated(call: WholeCall) -> OperationRow:
     rank = len(call.results[0])
     operands = tuple(letters(shape) if len(shape) == rank else _never(shape) for shape in call.shapes)
-    return Row(operands, (letters(call.results[0]),), linear=(tuple(range(len(operands))),))
+    return OperationRow(operands, (letters(call.results[0]),), linear=(tuple(range(len(operands))),))
 
 
-def stacked(call: WholeCall) -> Row:
+def stacked(call: WholeCall) -> OperationRow:
     dim = call.dim(default=0, rank=len(call.results[0]))
     dims = letters(call.shapes[0])
     result = (*dims[:dim], (("", len(call.shapes)),), *dims[dim:])
-    return Row((dims,) * len(call.shapes), (result,), linear=(tuple(range(len(call.shapes))),))
+    return OperationRow((dims,) * len(call.shapes), (result,), linear=(tuple(range(len(call.shapes))),))
 
 
-def repeated(call: WholeCall) -> Row:
+def repeated(call: WholeCall) -> OperationRow:
     """``repeat``: copies are a major factor."""
     result = call.results[0]
     offset = len(result) - len(call.shapes[0])
     dims = letters(call.shapes[0], f"x{offset}_")
     made = [((("", size),) if i < offset else (("", size // max(1, call.shapes[0][i - offset])), *dims[i - offset]))
             for i, size in enumerate(result)]  # fmt: skip
-    return Row((dims,), (tuple(made),), linear=((0,),))
+    return OperationRow((dims,), (tuple(made),), linear=((0,),))
 
 
-def interleaved(call: WholeCall) -> Row:
+def interleaved(call: WholeCall) -> OperationRow:
     """``repeat_interleave`` by a number: copies are a minor factor."""
     times = call.get("repeats")
     if len(call.shapes) > 1 or not isinstance(times, int) or call.get("dim") is None:
         return redundant(call)
     dim, dims = call.dim(), letters(call.shapes[0])
-    return Row((dims,), (tuple((*each, ("", times)) if i == dim else each for i, each in enumerate(dims)),), linear=((0,),))
+    return OperationRow(
+        (dims,), (tuple((*each, ("", times)) if i == dim else each for i, each in enumerate(dims)),), linear=((0,),)
+    )
 
 
-def padded(call: WholeCall) -> Row:
+def padded(call: WholeCall) -> OperationRow:
     amounts = call.get("pad", call.get("padding", ()))
     rank = len(call.shapes[0])
     whole = [rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount != 0]
@@ -228,56 +232,56 @@ def padded(call: WholeCall) -> Row:
     return without(lambda _: whole, linear=zeros)(call)
 
 
-def halves(call: WholeCall) -> Row:
+def halves(call: WholeCall) -> OperationRow:
     """``glu``: a dimension is two halves."""
     dim, dims = call.dim(), letters(call.results[0])
-    return Row((tuple((("", 2), *each) if i == dim else each for i, each in enumerate(dims)),), (dims,))
+    return OperationRow((tuple((("", 2), *each) if i == dim else each for i, each in enumerate(dims)),), (dims,))
 
 
-def pairs(call: WholeCall) -> Row:
+def pairs(call: WholeCall) -> OperationRow:
     """``view_as_complex view_as_real``."""
     names = letters(min(call.shapes[0], call.results[0], key=len))
     longer = (*names, (("", 2),))
     sides = (names, longer) if len(call.shapes[0]) < len(call.results[0]) else (longer, names)
-    return Row((sides[0],), (sides[1],), linear=((0,),))
+    return OperationRow((sides[0],), (sides[1],), linear=((0,),))
 
 
-def diagonal(call: WholeCall) -> Row:
+def diagonal(call: WholeCall) -> OperationRow:
     given = (call.dim("dim1", 0), call.dim("dim2", 1))
     dims = letters(call.shapes[0], without=given)
     kept = [each for i, each in enumerate(dims) if i not in given]
-    return Row((dims,), ((*kept, (("", call.results[0][-1]),)),), linear=((0,),))
+    return OperationRow((dims,), ((*kept, (("", call.results[0][-1]),)),), linear=((0,),))
 
 
-def windows(call: WholeCall) -> Row:
+def windows(call: WholeCall) -> OperationRow:
     """``unfold``."""
     dim = call.dim("dimension")
     dims = letters(call.shapes[0], without=(dim,))
     made = [(("", call.results[0][i]),) if i == dim else each for i, each in enumerate(dims)]
-    return Row((dims,), ((*made, (("", call.results[0][-1]),)),), linear=((0,),))
+    return OperationRow((dims,), ((*made, (("", call.results[0][-1]),)),), linear=((0,),))
 
 
-def histogram(call: WholeCall) -> Row:
+def histogram(call: WholeCall) -> OperationRow:
     """``histc`` within given bounds: counts add up. Else the bounds are those of the data."""
     if call.get("min", 0) == call.get("max", 0):
         return redundant(call)
     dims = letters(call.shapes[0])
-    return Row((dims,), (_never(call.results[0]),), {f"d{i}": "sum" for i in range(len(dims))})
+    return OperationRow((dims,), (_never(call.results[0]),), {f"d{i}": "sum" for i in range(len(dims))})
 
 
-def factory(call: WholeCall) -> Row:
+def factory(call: WholeCall) -> OperationRow:
     """Tensors of one number: any axis may cut them. An operand only lends its dtype."""
-    return Row(tuple(map(_never, call.shapes)), (letters(call.results[0]),), new=frozenset(f"d{i}" for i in range(9)))
+    return OperationRow(tuple(map(_never, call.shapes)), (letters(call.results[0]),), new=frozenset(f"d{i}" for i in range(9)))
 
 
-def pointwise_loss(call: WholeCall) -> Row:
+def pointwise_loss(call: WholeCall) -> OperationRow:
     reduction_number = call.get("reduction", 1)
     if reduction_number == 0:
         return pointwise(call)
     if reduction_number == 1 or any(shape != call.shapes[0] for shape in call.shapes):
         return redundant(call)
     dims = letters(call.shapes[0])
-    return Row((dims,) * len(call.shapes), ((),), {f"d{i}": "sum" for i in range(len(dims))})
+    return OperationRow((dims,) * len(call.shapes), ((),), {f"d{i}": "sum" for i in range(len(dims))})
 
 
 _POINTWISE = """
@@ -296,11 +300,11 @@ ROWS: Rows = {
     **dict.fromkeys(("aten.add", "aten.sub"), _linear_pointwise(_sum_of_two)),
     "aten.mul": _linear_pointwise(_product),
     "aten.div": _linear_pointwise(_quotient),
-    **aten("neg clone contiguous alias expand expand_as detach", _linear_pointwise(_first)),
-    **aten("to _to_copy float double half bfloat16", _linear_pointwise(_cast)),
+    **aten("neg clone alias expand detach", _linear_pointwise(_first)),
+    **aten("to _to_copy", _linear_pointwise(_cast)),
     "aten.sum": reduction("sum", linear=True),
     "aten.mean": reduction("", linear=True),
-    **aten("var std argmax argmin any all logsumexp prod linalg_vector_norm norm amax amin", reduction("")),
+    **aten("var std argmax argmin any all logsumexp prod linalg_vector_norm amax amin", reduction("")),
     **dict.fromkeys(("aten.max", "aten.min"), max_or_min),
     **aten("softmax log_softmax topk sort argsort cumprod", along()),
     "aten.cumsum": along(linear=True),
@@ -308,8 +312,8 @@ ROWS: Rows = {
     "aten.permute": permuted(lambda call: call.dims("dims")),
     "aten.transpose": permuted(_swapped("dim0", "dim1")),
     "aten.t": permuted(_swapped(0, 1)),
-    **aten("reshape flatten unflatten squeeze unsqueeze", reshape),
-    **aten("slice split split_with_sizes chunk narrow", part_of_dim),
+    **aten("reshape squeeze unsqueeze", reshape),
+    **aten("slice split split_with_sizes chunk", part_of_dim),
     **aten("select unbind", selected),
     "aten.cat": concatenated,
     "aten.stack": stacked,

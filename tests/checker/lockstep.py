@@ -1,5 +1,5 @@
-"""Runs the text of a program on all ranks of its mesh at once, in one process and one autograd graph: every tensor is one for each
-rank, and a collective mixes them. What conversions do is the runtime's own table; what ranks compute is torch's. No pipelines."""
+"""Runs the text of a program on all ranks of its mesh at once, in one process and one autograd graph: every tensor is one for
+each rank, and a collective mixes them. What conversions do is the runtime's table; what ranks compute is torch's. No pipelines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.oracles import dense_attention
+from support.oracles.simulate_ranks import Coordinates, assemble, shard
 from torch import Tensor
 
 from autopar.ir.placement import parse_placement
 from autopar.runtime.comm.conversions import AxisOperation, apply_locally, join_shards, parse_conversion, split_shards
 from autopar.runtime.module import ParameterSpec
-from autopar.runtime.ops import experts, functions
-from support.oracles import dense_attention
-from support.oracles.simulate_ranks import Coordinates, assemble, shard
+from autopar.runtime.ops import expert_parallel, experts, functions
 
 Names = Sequence[str]
 
@@ -98,7 +98,9 @@ def _operate(operation: AxisOperation, pieces: Sequence[Tensor]) -> list[Tensor]
     if operation.kind in ("all_reduce", "reduce_scatter"):
         stacked = torch.stack(list(pieces))
         whole = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[operation.op]
-        return [whole] * size if operation.kind == "all_reduce" else list(split_shards(whole, operation.dim, operation.parts, size))
+        return (
+            [whole] * size if operation.kind == "all_reduce" else list(split_shards(whole, operation.dim, operation.parts, size))
+        )
     return [apply_locally(operation, piece, size, rank) for rank, piece in enumerate(pieces)]
 
 
@@ -175,6 +177,28 @@ def _attention(dim: int, keys: bool) -> Callable[..., OnRanks]:
     return attend
 
 
+def _owned(*args: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
+    """Each rank computes the copies of its own experts."""
+
+    def run(group: list[Any]) -> list[Tensor]:
+        places = [SimpleNamespace(coordinate=rank, size=axis.size) for rank in range(axis.size)]
+        return [
+            expert_parallel.moe_experts_owned(*each, axis=place, **options) for each, place in zip(group, places, strict=True)
+        ]  # type: ignore[arg-type]
+
+    return _in_groups(axis, run, args)
+
+
+def _dispatched(x: Any, ids: Any, weights: Any, *matrices: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
+    """Every rank's tokens through the experts of all."""
+
+    def run(group: list[Any]) -> list[Tensor]:
+        whole = [None if m is None else torch.cat([each[3 + i] for each in group]) for i, m in enumerate(matrices)]
+        return [experts.moe_experts(*each[:3], *whole, **options) for each in group]
+
+    return _in_groups(axis, run, (x, ids, weights, *matrices))
+
+
 def _convert_many(xs: Sequence[OnRanks], axis: LockstepAxis, text: str) -> tuple[OnRanks, ...]:
     return tuple(convert(x, axis, text) for x in xs)
 
@@ -188,6 +212,8 @@ COLLECTIVES = SimpleNamespace(
     cross_entropy_sharded=_cross_entropy_sharded, linear_kn=_each(functions.linear_kn),
     cross_entropy_sum=_each(functions.cross_entropy_sum), count_valid=_each(functions.count_valid),
     attention_ring=_attention(-2, True), attention_rows=_attention(-2, False), attention_heads=_attention(-3, False),
+    moe_experts_owned=_owned, moe_experts_dispatched=_dispatched, moe_experts_start=_dispatched, moe_experts_wait=lambda x: x,
+    expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
     attention=_each(dense_attention.dense), moe_experts=_each(experts.moe_experts), histogram=_each(functions.histogram),
 )  # fmt: skip
 FACTORIES = ("arange", "zeros", "ones", "full", "scalar_tensor", "empty", "eye", "linspace")
@@ -226,8 +252,8 @@ def coordinates(sizes: Sequence[int]) -> list[Coordinates]:
 def run_in_lockstep(
     text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], data_axis: str = "dp"
 ) -> tuple[list[float], dict[str, list[Tensor]]]:
-    """The loss of every rank, and for each parameter its whole gradient, as the groups of ranks that hold copies have it (they must
-    be equal). Raises whatever a rank raises."""
+    """The loss of every rank, and for each parameter its whole gradient, as the groups of ranks that hold copies have it (they
+    must be equal). Raises whatever a rank raises."""
     source = re.sub(r"^(import|from) .*$", "", text, flags=re.M)
     match = re.search(r"mesh_axes = (\{.*\})", text)
     assert match is not None
@@ -294,7 +320,8 @@ def run_in_lockstep(
     placed = getattr(kind, "input_placements", {})
     local = {name: cut(x, placed.get(name, {})) for name, x in batch.items()}
     micro = [
-        {name: OnRanks([each.chunk(parts)[m] for each in x.parts]) if parts > 1 else x for name, x in local.items()} for m in range(parts)
+        {name: OnRanks([each.chunk(parts)[m] for each in x.parts]) if parts > 1 else x for name, x in local.items()}
+        for m in range(parts)
     ]
     ops: dict[str, str] = getattr(kind, "totals", {})
     counted = [program.count(**each) for each in micro] if ops else []
@@ -309,8 +336,9 @@ def run_in_lockstep(
         loss = result[0] if isinstance(result, tuple) else result
         torch.autograd.backward(loss.parts, [torch.ones_like(x) for x in loss.parts])
         losses = [a + x.item() for a, x in zip(losses, loss.parts, strict=True)]
-    return losses, {name: _gradients(x, placements(spec.placements), sizes, data_axis, ranks) for name, (x, spec) in leaves.items()
-                    if spec.trainable and not spec.buffer}  # fmt: skip
+    trained = {name: each for name, each in leaves.items() if each[1].trainable and not each[1].buffer}
+    gradients = {name: _gradients(x, placements(spec.placements), sizes, data_axis, ranks) for name, (x, spec) in trained.items()}
+    return losses, gradients
 
 
 def _gradients(x: OnRanks, placed: Any, sizes: Mapping[str, int], data_axis: str, ranks: Sequence[Coordinates]) -> list[Tensor]:
@@ -321,7 +349,10 @@ def _gradients(x: OnRanks, placed: Any, sizes: Mapping[str, int], data_axis: str
         key = at if index is None else (*at[:index], 0, *at[index + 1 :])
         grad = torch.zeros_like(part) if part.grad is None else part.grad
         total[key] = total[key] + grad if key in total else grad
-    copies = [range(size) if str(place) == "R" and i != index else [None] for i, (size, place) in enumerate(zip(sizes.values(), placed, strict=True))]
+    copies = [
+        range(size) if str(place) == "R" and i != index else [None]
+        for i, (size, place) in enumerate(zip(sizes.values(), placed, strict=True))
+    ]
     out = []
     for chosen in product(*copies):
         held = {}

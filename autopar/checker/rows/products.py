@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.checker.carry import Dim, Dims, Row, plain
-from autopar.checker.operation_call import TensorName, WholeCall
-from autopar.checker.rows_elements import Rows, aten, letters, redundant, without
+from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
+from autopar.checker.rows.elements import Rows, aten, letters, redundant, without
+from autopar.checker.rows.operation_call import TensorName, WholeCall
 from autopar.checker.shards import Shape
 
 
@@ -21,7 +21,9 @@ def _leading(shape: Shape, tail: int, rank: int) -> list[str]:
     return [f"b{rank - len(shape) + i}" for i in range(len(shape) - tail)]
 
 
-def equation(terms: Sequence[Sequence[str]], result: Sequence[str], call: WholeCall, first: int = 0, addend: bool = False) -> Row:
+def equation(
+    terms: Sequence[Sequence[str]], result: Sequence[str], call: WholeCall, first: int = 0, addend: bool = False
+) -> OperationRow:
     """Products that letters describe: those that are not in the result are summed. An operand that has one element where others
     have many repeats it: its dimension is whole. `first` operands are added to the result (a bias)."""
     sizes: dict[str, int] = {}
@@ -37,30 +39,30 @@ def equation(terms: Sequence[Sequence[str]], result: Sequence[str], call: WholeC
     bias = (0,) if first else (many - 1,) if addend else ()
     factors = [index for index in range(many) if index not in bias]
     linear = tuple(tuple(sorted((index, *bias))) for index in factors)
-    return Row(operands, (named(result, call.results[0]),), reduced, linear, bias)
+    return OperationRow(operands, (named(result, call.results[0]),), reduced, linear, bias)
 
 
-def linear(call: WholeCall) -> Row:
+def linear(call: WholeCall) -> OperationRow:
     """``linear(x, w[n, k], bias)``."""
     lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
     terms = [[*lead, "k"], ["n", "k"], ["n"]][: len(call.shapes)]
     return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
 
 
-def linear_float8(call: WholeCall) -> Row:
+def linear_float8(call: WholeCall) -> OperationRow:
     """As `linear`, but summands of its operands would be rounded by themselves."""
     row = linear(call)
-    return Row(row.operands, row.results, row.reduced, (), row.addends)
+    return OperationRow(row.operands, row.results, row.reduced, (), row.addends)
 
 
-def linear_kn(call: WholeCall) -> Row:
+def linear_kn(call: WholeCall) -> OperationRow:
     """``linear_kn(x, w[k, n], bias)``."""
     lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
     terms = [[*lead, "k"], ["k", "n"], ["n"]][: len(call.shapes)]
     return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
 
 
-def matmul(call: WholeCall) -> Row:
+def matmul(call: WholeCall) -> OperationRow:
     a, b = call.shapes
     rank = max(len(a), len(b))
     left = ["k"] if len(a) == 1 else [*_leading(a, 2, rank), "m", "k"]
@@ -69,14 +71,14 @@ def matmul(call: WholeCall) -> Row:
     return equation([left, right], [*lead, *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])], call)
 
 
-def addmm(call: WholeCall) -> Row:
+def addmm(call: WholeCall) -> OperationRow:
     """``addmm baddbmm(bias, a, b)``."""
     batch = ["b"] if len(call.results[0]) == 3 else []
     names = [*batch, "m", "n"]
     return equation([names[len(names) - len(call.shapes[0]) :], [*batch, "m", "k"], [*batch, "k", "n"]], names, call, first=1)
 
 
-def einsum(call: WholeCall) -> Row:
+def einsum(call: WholeCall) -> OperationRow:
     text = str(call.get("equation", "")).replace(" ", "")
     left, arrow, result = text.partition("->")
     terms = left.split(",")
@@ -85,16 +87,16 @@ def einsum(call: WholeCall) -> Row:
     return equation([list(term) for term in terms], list(result), call)
 
 
-def distances(call: WholeCall) -> Row:
+def distances(call: WholeCall) -> OperationRow:
     rank = len(call.results[0])
     lead = [_leading(shape, 2, rank) for shape in call.shapes]
     terms = [[*lead[0], "m", "_"], [*lead[1], "n", "_"]]
     sides = tuple(named([w if w == "_" or size > 1 else "_" for w, size in zip(t, s, strict=True)], s)
                   for t, s in zip(terms, call.shapes, strict=True))  # fmt: skip
-    return Row(sides, (named([*(f"b{i}" for i in range(rank - 2)), "m", "n"], call.results[0]),))
+    return OperationRow(sides, (named([*(f"b{i}" for i in range(rank - 2)), "m", "n"], call.results[0]),))
 
 
-def attention(call: WholeCall) -> Row:
+def attention(call: WholeCall) -> OperationRow:
     """``scaled_dot_product_attention(q, k, v, mask)``: examples and heads; queries where no band depends on their position.
     Several query heads of one key head are ``g`` groups of ``r``."""
     band = bool(_option(call, "is_causal", "5", False)) or call.get("window") is not None
@@ -122,20 +124,20 @@ def attention(call: WholeCall) -> Row:
     rows = "_" if band else "s"
     sides = [dims(q, rows, True), *(dims(shape, "_", False) for shape in call.shapes[1:3])]
     sides += [dims(shape, rows, True) for shape in call.shapes[3:]]
-    return Row(tuple(sides), (dims(call.results[0], rows, True),))
+    return OperationRow(tuple(sides), (dims(call.results[0], rows, True),))
 
 
 def _option(call: WholeCall, name: str, number: str, default: object) -> object:
     return call.get(name, call.get(number, default))
 
 
-def layer_norm(call: WholeCall) -> Row:
+def layer_norm(call: WholeCall) -> OperationRow:
     sizes = call.get("normalized_shape", ())
     rank = len(call.shapes[0]) - len(sizes)
     return without(lambda c: range(rank, len(c.shapes[0])))(call)
 
 
-def group_norm(call: WholeCall) -> Row:
+def group_norm(call: WholeCall) -> OperationRow:
     """Examples and groups of channels."""
     groups = int(call.get("num_groups", 1))
 
@@ -145,23 +147,23 @@ def group_norm(call: WholeCall) -> Row:
             return (channels,)
         return ((("n", shape[0]),), channels, *((("", size),) for size in shape[2:]))
 
-    return Row(tuple(map(dims, call.shapes)), tuple(map(dims, call.results)))
+    return OperationRow(tuple(map(dims, call.shapes)), tuple(map(dims, call.results)))
 
 
-def instance_norm(call: WholeCall) -> Row:
+def instance_norm(call: WholeCall) -> OperationRow:
     if call.get("use_input_stats", True) is not True or isinstance(call.get("running_mean"), TensorName):
         return redundant(call)
     dims = [named(["n", "c", *"_" * (len(shape) - 2)] if len(shape) > 1 else ["c"], shape) for shape in call.shapes]
-    return Row(tuple(dims), (dims[0],))
+    return OperationRow(tuple(dims), (dims[0],))
 
 
-def weight_norm(call: WholeCall) -> Row:
+def weight_norm(call: WholeCall) -> OperationRow:
     dim = call.dim(default=0)
     sides = [letters(shape, without=[i for i in range(len(shape)) if i != dim]) for shape in call.shapes]
-    return Row(tuple(sides), (sides[0],))
+    return OperationRow(tuple(sides), (sides[0],))
 
 
-def convolution(call: WholeCall) -> Row:
+def convolution(call: WholeCall) -> OperationRow:
     """``conv2d convolution``: examples, output channels, groups, and input channels of one group, which are summed."""
     x, weight = call.shapes[:2]
     groups, turned = int(call.get("groups", 1)), bool(call.get("transposed", "transpose" in call.op))
@@ -188,30 +190,30 @@ def convolution(call: WholeCall) -> Row:
     operands = (image(x, "c" if groups == 1 or not turned else "c"), kernel, *bias)
     if groups > 1:  # channels within a group are whole
         operands, result = tuple(_whole(dims, ("c", "o")) for dims in operands), _whole(image(call.results[0], "o"), ("c", "o"))
-        return Row(operands, (result,))
-    return Row(operands, (image(call.results[0], "o"),), grouped, (), (2,) if bias else ())
+        return OperationRow(operands, (result,))
+    return OperationRow(operands, (image(call.results[0], "o"),), grouped, (), (2,) if bias else ())
 
 
 def _whole(dims: Dims, names: Sequence[str]) -> Dims:
     return tuple(tuple(("" if name in names else name, size) for name, size in dim) for dim in dims)
 
 
-def image(call: WholeCall) -> Row:
+def image(call: WholeCall) -> OperationRow:
     """Pools and interpolation ``_2d``: all but the last two dimensions."""
     digits = [int(each) for each in call.op if each.isdigit()]
     rank = len(call.shapes[0])
     return without(lambda _: range(rank - (digits[-1] if digits else rank), rank))(call)
 
 
-def examples(call: WholeCall) -> Row:
+def examples(call: WholeCall) -> OperationRow:
     """The first dimension alone, of all operands that have as many elements there."""
     size = call.shapes[0][0]
     sides = [[named(["n", *"_" * (len(s) - 1)] if s and s[0] == size else ["_"] * len(s), s) for s in side]
              for side in (call.shapes, call.results)]  # fmt: skip
-    return Row(tuple(sides[0]), tuple(sides[1]))
+    return OperationRow(tuple(sides[0]), tuple(sides[1]))
 
 
-def recurrent(call: WholeCall) -> Row:
+def recurrent(call: WholeCall) -> OperationRow:
     """``lstm gru rnn_tanh``: examples."""
     if len(call.shapes[0]) != 3 or "data" in call.arguments:
         return redundant(call)
@@ -223,41 +225,41 @@ def recurrent(call: WholeCall) -> Row:
 
     operands = [dims(call.shapes[0], at), *(dims(shape, 1) for shape in call.shapes[1 : 1 + states])]
     operands += [dims(shape, -1) for shape in call.shapes[1 + states :]]
-    return Row(tuple(operands), (dims(call.results[0], at), *(dims(shape, 1) for shape in call.results[1:])))
+    return OperationRow(tuple(operands), (dims(call.results[0], at), *(dims(shape, 1) for shape in call.results[1:])))
 
 
 # -- by index
 
 
-def embedding(call: WholeCall) -> Row:
+def embedding(call: WholeCall) -> OperationRow:
     """``embedding(weight, ids)``: columns, and the ids."""
     weight, ids = call.shapes
     lead = [f"i{i}" for i in range(len(ids))]
-    return Row((named("_ d", weight), named(lead, ids)), (named([*lead, "d"], call.results[0]),), linear=((0,),))
+    return OperationRow((named("_ d", weight), named(lead, ids)), (named([*lead, "d"], call.results[0]),), linear=((0,),))
 
 
-def one_hot(call: WholeCall) -> Row:
+def one_hot(call: WholeCall) -> OperationRow:
     dims = letters(call.shapes[0])
-    return Row((dims,), ((*dims, (("", call.results[0][-1]),)),))
+    return OperationRow((dims,), ((*dims, (("", call.results[0][-1]),)),))
 
 
-def gather(call: WholeCall) -> Row:
+def gather(call: WholeCall) -> OperationRow:
     x, index = call.shapes
     dim = call.dim()
     same = [i != dim and x[i] == index[i] for i in range(len(x))]
     left = plain([f"d{i}" if same[i] else "" for i in range(len(x))], x)
     right = plain([f"d{i}" if same[i] or i == dim else "" for i in range(len(x))], index)
-    return Row((left, right), (right,), linear=((0,),))
+    return OperationRow((left, right), (right,), linear=((0,),))
 
 
-def index_select(call: WholeCall) -> Row:
+def index_select(call: WholeCall) -> OperationRow:
     dim = call.dim()
     index = ((("i", call.shapes[1][0]),),) if call.shapes[1] else ()
     result = [(("i", size),) if i == dim else ((f"d{i}", size),) for i, size in enumerate(call.results[0])]
-    return Row((letters(call.shapes[0], without=(dim,)), index), (tuple(result),), linear=((0,),))
+    return OperationRow((letters(call.shapes[0], without=(dim,)), index), (tuple(result),), linear=((0,),))
 
 
-def indexed(call: WholeCall) -> Row:
+def indexed(call: WholeCall) -> OperationRow:
     """``x[:, i, j]`` with adjacent tensors."""
     given = call.get("indices", ())
     dims = [i for i, each in enumerate(given) if isinstance(each, TensorName)]
@@ -273,10 +275,10 @@ def indexed(call: WholeCall) -> Row:
     extent = result[first : first + many]
     others = [plain([f"i{many - len(s) + i}" if size == extent[many - len(s) + i] else "" for i, size in enumerate(s)], s)
               for s in call.shapes[1:]]  # fmt: skip
-    return Row((left, *others), (named(names, result),), linear=((0,),))
+    return OperationRow((left, *others), (named(names, result),), linear=((0,),))
 
 
-def index_put(call: WholeCall) -> Row:
+def index_put(call: WholeCall) -> OperationRow:
     given = call.get("indices", ())
     dims = [i for i, each in enumerate(given) if isinstance(each, TensorName)]
     x, values = call.shapes[0], call.shapes[-1]
@@ -287,21 +289,21 @@ def index_put(call: WholeCall) -> Row:
     for back in range(1, len(x) - len(dims) + 1):
         if len(values) >= back and values[-back] == x[-back]:
             own[-back] = f"d{len(x) - back}"
-    return Row((whole, *(plain([""] * len(s), s) for s in call.shapes[1:-1]), plain(own, values)), (whole,))
+    return OperationRow((whole, *(plain([""] * len(s), s) for s in call.shapes[1:-1]), plain(own, values)), (whole,))
 
 
-def written(call: WholeCall) -> Row:
+def written(call: WholeCall) -> OperationRow:
     """``slice_scatter select_scatter(x, part, dim)``."""
     dim = call.dim(default=0)
     dims = letters(call.shapes[0], without=(dim,))
     part = dims[:dim] + dims[dim + 1 :]
     if len(call.shapes[1]) == len(dims):
         part = (*dims[:dim], (("", call.shapes[1][dim]),), *dims[dim + 1 :])
-    return Row((dims, part), (dims,), linear=((0, 1),))
+    return OperationRow((dims, part), (dims,), linear=((0, 1),))
 
 
 def scatter(added: bool) -> object:
-    def row(call: WholeCall) -> Row:
+    def row(call: WholeCall) -> OperationRow:
         x, index = call.shapes[:2]
         dim = call.dim(default=0)
         same = [i != dim and all(shape[i] == x[i] for shape in call.shapes) for i in range(len(x))]
@@ -310,46 +312,48 @@ def scatter(added: bool) -> object:
         parts = [
             plain([f"d{i}" if same[i] else along_dim if i == dim else "" for i in range(len(x))], s) for s in call.shapes[1:]
         ]
-        return Row((whole, *parts), (whole,), {"z": "sum"} if along_dim else {}, (), (0,) if along_dim else ())
+        return OperationRow((whole, *parts), (whole,), {"z": "sum"} if along_dim else {}, (), (0,) if along_dim else ())
 
     return row
 
 
-def index_add(call: WholeCall) -> Row:
+def index_add(call: WholeCall) -> OperationRow:
     dim = call.dim(default=0)
     whole = letters(call.shapes[0], without=(dim,))
     source = plain(["z" if i == dim else f"d{i}" for i in range(len(whole))], call.shapes[2])
     scaled = call.get("alpha", 1) != 1
-    return Row((whole, ((("z", call.shapes[1][0]),),) if call.shapes[1] else (), source), (whole,), {"z": "sum"}, (),
+    return OperationRow((whole, ((("z", call.shapes[1][0]),),) if call.shapes[1] else (), source), (whole,), {"z": "sum"}, (),
                (0,)) if not scaled else redundant(call)  # fmt: skip
 
 
 # -- losses and experts
 
 
-def cross_entropy_sum(call: WholeCall) -> Row:
+def cross_entropy_sum(call: WholeCall) -> OperationRow:
     tokens = [f"t{i}" for i in range(len(call.shapes[1]))]
-    return Row((named([*tokens, "_"], call.shapes[0]), named(tokens, call.shapes[1])), ((),), dict.fromkeys(tokens, "sum"))
+    return OperationRow(
+        (named([*tokens, "_"], call.shapes[0]), named(tokens, call.shapes[1])), ((),), dict.fromkeys(tokens, "sum")
+    )
 
 
-def count_valid(call: WholeCall) -> Row:
+def count_valid(call: WholeCall) -> OperationRow:
     tokens = [f"t{i}" for i in range(len(call.shapes[0]))]
-    return Row((named(tokens, call.shapes[0]),), ((),), dict.fromkeys(tokens, "sum"))
+    return OperationRow((named(tokens, call.shapes[0]),), ((),), dict.fromkeys(tokens, "sum"))
 
 
-def ctc_losses(call: WholeCall) -> Row:
+def ctc_losses(call: WholeCall) -> OperationRow:
     words = ("_ n _", "n _", "n", "n")
-    return Row(tuple(named(w, s) for w, s in zip(words, call.shapes, strict=True)), (named("n", call.results[0]),))
+    return OperationRow(tuple(named(w, s) for w, s in zip(words, call.shapes, strict=True)), (named("n", call.results[0]),))
 
 
-def local_mean(call: WholeCall) -> Row:
+def local_mean(call: WholeCall) -> OperationRow:
     """The mean over the examples of one rank: shards of examples give another result than the whole, as the user asked for."""
     dims = call.get("1", ())
     names = [("_" if i in dims and i else f"d{i}") for i in range(len(call.shapes[0]))]
-    return Row((named(names, call.shapes[0]),), (named(names, call.results[0]),))
+    return OperationRow((named(names, call.shapes[0]),), (named(names, call.results[0]),))
 
 
-def moe_experts(call: WholeCall) -> Row:
+def moe_experts(call: WholeCall) -> OperationRow:
     """``moe_experts(x, experts, weights, up, down, ...)``: tokens, or the inner dimension of every expert, which is summed."""
     number = len(call.shapes)
     lead = [f"t{i}" for i in range(len(call.shapes[0]) - 1)]
@@ -371,7 +375,7 @@ def moe_experts(call: WholeCall) -> Row:
     if len(operands) < number:
         operands.append(named("_ _", call.shapes[-1]))
     addends = (number - 1,) if number > 5 + up_bias else ()
-    return Row(tuple(operands), (named([*lead, "_"], call.results[0]),), {"f": "sum"}, (), addends)
+    return OperationRow(tuple(operands), (named([*lead, "_"], call.results[0]),), {"f": "sum"}, (), addends)
 
 
 ROWS: Rows = {

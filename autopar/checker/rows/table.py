@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.checker import rows_elements, rows_products
 from autopar.checker.captured import CapturedOperation
-from autopar.checker.carry import Row
-from autopar.checker.lemmas import SAME as SAME
-from autopar.checker.operation_call import WholeCall, bind
-from autopar.checker.rows_elements import redundant as redundant
+from autopar.checker.rows import elements, products
+from autopar.checker.rows.carry import OperationRow
+from autopar.checker.rows.elements import redundant as redundant
+from autopar.checker.rows.lemmas import SAME as SAME
+from autopar.checker.rows.operation_call import WholeCall, bind
 from autopar.checker.shards import words_of
 
-ROWS = {**rows_elements.ROWS, **rows_products.ROWS}
+ROWS = {**elements.ROWS, **products.ROWS}
 DETERMINISTIC = frozenset(("ap.constant", "ap.linear_float8_dynamic"))
 SPELLINGS = frozenset(
     {
         ("aten.sub", "aten.rsub"), ("aten.pad", "aten.constant_pad_nd"), ("aten.max_pool2d", "aten.max_pool2d_with_indices"),
-        ("aten.float", "aten.to"),
     }
 )  # fmt: skip
 """(operation of the text, captured one) of other names."""
@@ -27,7 +26,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "aten.full": ("size",), "aten.empty": ("size",), "aten.new_zeros": ("size",), "aten.new_ones": ("size",),
     "aten.new_full": ("size",), "aten.new_empty": ("size",), "aten.group_norm": ("num_groups", "cudnn_enabled"),
     "aten.layer_norm": ("cudnn_enable",), "aten.conv1d": ("groups",), "aten.conv2d": ("groups",), "aten.conv3d": ("groups",),
-    "aten.convolution": ("groups",), "aten.repeat_interleave": ("output_size",), "aten.unflatten": ("sizes",),
+    "aten.convolution": ("groups",), "aten.repeat_interleave": ("output_size",),
     "aten.softmax": ("half_to_float", "dtype"), "aten.log_softmax": ("half_to_float", "dtype"),
 }  # fmt: skip
 _FACTORIES = frozenset(
@@ -39,7 +38,7 @@ _FACTORIES = frozenset(
 _IGNORED = ("layout", "device", "pin_memory", "memory_format", "sharded_axes", "mode_of_draw", "axis", "non_blocking", "copy")
 
 
-def row(call: WholeCall) -> Row | None:
+def row(call: WholeCall) -> OperationRow | None:
     """The row of an operation; None where the table has none."""
     make = ROWS.get(call.op)
     return None if make is None else make(call)

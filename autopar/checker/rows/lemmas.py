@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.checker.carry import Dims, Row
-from autopar.checker.operation_call import WholeCall
-from autopar.checker.rows_products import attention, cross_entropy_sum, embedding, moe_experts
+from autopar.checker.rows.carry import Dims, OperationRow
+from autopar.checker.rows.operation_call import WholeCall
+from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, moe_experts
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,7 +32,7 @@ class Lemma:
     of: str
     whole: Callable[[Sequence[Any], Mapping[str, Any]], Arguments]
     on_axis: Callable[[WholeCall, Sequence[Kind], int, Sequence[bool]], Kind]
-    row: Callable[[WholeCall], Row]
+    row: Callable[[WholeCall], OperationRow]
     proof: str = "execution: tests/checker/test_lemmas.py"
 
 
@@ -126,17 +126,17 @@ def _dispatched(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequen
     return first
 
 
-def _banded(call: WholeCall) -> Row:
+def _banded(call: WholeCall) -> OperationRow:
     return attention(replace(call, arguments={**call.arguments, "is_causal": True}))
 
 
-def _whole_heads(call: WholeCall) -> Row:
+def _whole_heads(call: WholeCall) -> OperationRow:
     row = _banded(call)
 
     def without_heads(dims: Dims) -> Dims:
         return tuple((("", _extent(dim)),) if i - len(dims) == -3 else dim for i, dim in enumerate(dims))
 
-    return Row(tuple(map(without_heads, row.operands)), tuple(map(without_heads, row.results)))
+    return OperationRow(tuple(map(without_heads, row.operands)), tuple(map(without_heads, row.results)))
 
 
 def _extent(dim: Sequence[tuple[str, int]]) -> int:

@@ -1,8 +1,8 @@
 """How one operation carries types: from the kinds of its operands on an axis to those of its results.
 
-An operation is described by a `Row`: each dimension of each operand and result as factors with names, major first. Ranks may
-hold parts of a factor where every operand that has it is cut there alike; a result that has it is cut so too, and one in which it
-was summed is partial. This is all that the proof of a block rests on, and every row is proven by execution (`tests/checker`).
+A row describes an operation: each dimension of each operand and result as factors with names, major first. Ranks may hold parts
+of a factor where every operand that has it is cut there alike; a result that has it is cut so too, and one in which it was summed
+is partial. This is all that the proof of a block rests on, and every row is proven by execution (`tests/checker`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Dims = tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OperationRow:
     """One operation on tensors of given global shapes.
 
     Attributes:
@@ -41,7 +41,9 @@ class NotCarried(ValueError):
     """What is wrong with the kinds of the operands."""
 
 
-def carry(row: Row, axes: Axes, operands: Sequence[Kinds], flows: Sequence[bool], wanted: Sequence[Kinds | None]) -> list[Kinds]:
+def carry(
+    row: OperationRow, axes: Axes, operands: Sequence[Kinds], flows: Sequence[bool], wanted: Sequence[Kinds | None]
+) -> list[Kinds]:
     """The kinds of the results. `flows`: whether a gradient comes back for an operand. `wanted` are what the plan says of results
     that ranks make of numbers, for which any cut is right. NotCarried where the operation cannot run on these shards."""
     per_axis = [
@@ -52,7 +54,7 @@ def carry(row: Row, axes: Axes, operands: Sequence[Kinds], flows: Sequence[bool]
 
 
 def _on_axis(
-    row: Row, size: int, kinds: list[Kind], flows: Sequence[bool], wanted: Sequence[Kind | None], name: str
+    row: OperationRow, size: int, kinds: list[Kind], flows: Sequence[bool], wanted: Sequence[Kind | None], name: str
 ) -> list[Kind]:
     cuts = {
         index: _digit(row.operands[index], kind, size, f"operand {index + 1} on {name}")
@@ -88,7 +90,7 @@ def _on_axis(
 
 
 def _without_cut(
-    row: Row, kinds: list[Kind], flows: Sequence[bool], wanted: Sequence[Kind | None], name: str, size: int
+    row: OperationRow, kinds: list[Kind], flows: Sequence[bool], wanted: Sequence[Kind | None], name: str, size: int
 ) -> list[Kind]:
     partial = [index for index, kind in enumerate(kinds) if not equal_kind(kind)]
     if partial:
@@ -144,7 +146,7 @@ def _place(dims: Dims, factor: str, inner: int, size: int) -> Cut | None:
     return None
 
 
-def _made(dims: Dims, want: Kind | None, row: Row, size: int) -> Kind | None:
+def _made(dims: Dims, want: Kind | None, row: OperationRow, size: int) -> Kind | None:
     """The kind of a result where it is cut along a new factor, as the plan wants it."""
     if not isinstance(want, Cut):
         return None
