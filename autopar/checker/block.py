@@ -25,7 +25,7 @@ from autopar.checker.rows.carry import NotCarried, carry
 from autopar.checker.rows.lemmas import LEMMAS, Lemma, Unfit
 from autopar.checker.rows.operation_call import TensorName, bind, schema_of, tensors_of
 from autopar.checker.shards import MICRO, Axes, Cut, Kinds, NotProven, equal_kind, words
-from autopar.checker.text import BlockText, refuse
+from autopar.checker.text import RESERVED, BlockText, refuse
 from autopar.ir.dims import has_batch
 
 RECOMPUTE = "Recompute(self.mesh.host_memory)"
@@ -67,13 +67,16 @@ class BlockProof:
         self.text, self.captured, self.axes, self.forward_only = text, captured, axes, forward_only
         self.reader = Reader(axis_names, parameters)
         self.result = BlockResult()
-        self.random: dict[str, int] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}
         self.updates: dict[str, str] = {}
 
     def check(self, inputs: Sequence[PlacedTensor]) -> BlockResult:
         if len(inputs) != len(self.text.arguments):
             raise NotProven(self.text.line, f"{self.text.name} takes {len(self.text.arguments)} inputs, not {len(inputs)}")
         self.reader.variables.update(zip(self.text.arguments, inputs, strict=True))
+        if self.text.flags.get("recompute") and self.captured.draws and not self.text.flags.get("uses_rng"):
+            raise NotProven(self.text.line, f"{self.text.name} is recomputed with other random numbers: uses_rng is not set")
+        self.storages = {each.local.untyped_storage()._cdata: each.local.untyped_storage() for each in inputs}
         self.result.input_bytes = sum(each.local.numel() * each.local.element_size() for each in inputs)
         self._statements(self.text.body, outermost=True)
         expected = {self.captured.name(new) for _, new in self.captured.block.updates}
@@ -156,14 +159,10 @@ class BlockProof:
         raise refuse(call, f"{ast.unparse(call)[:60]} is no line of a block")
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        several = isinstance(target, ast.Tuple)
-        names = [each.id for each in target.elts if isinstance(each, ast.Name)] if isinstance(target, ast.Tuple) else [
-            target.id if isinstance(target, ast.Name) else ""]  # fmt: skip
-        if (
-            "" in names
-            or len(set(names) - {"_"}) + names.count("_") != len(names)
-            or (several and len(names) != len(target.elts))
-        ):  # type: ignore[attr-defined]
+        targets = list(target.elts) if isinstance(target, ast.Tuple) else [target]
+        names = [each.id for each in targets if isinstance(each, ast.Name)]
+        own = [name for name in names if name != "_"]
+        if len(names) != len(targets) or len(set(own)) != len(own) or set(own) & RESERVED:
             raise refuse(target, f"{ast.unparse(target)[:60]} is no variable")
         for name in names:
             if name != "_" and name in self.reader.variables:
@@ -179,8 +178,15 @@ class BlockProof:
             raise refuse(value, f"{len(results)} results for {len(names)} variables")
         for name, each in zip(names, results, strict=True):
             self.reader.variables[name] = each
-            if isinstance(each, PlacedTensor):
+            if isinstance(each, PlacedTensor) and not self._is_view(each):
                 self.result.lifetimes.append((name, each.local.numel() * each.local.element_size()))
+
+    def _is_view(self, tensor: PlacedTensor) -> bool:
+        """Whether it lies in the storage of a tensor before it."""
+        storage = tensor.local.untyped_storage()
+        known = storage._cdata in self.storages
+        self.storages[storage._cdata] = storage
+        return known
 
     # -- operations
 
@@ -331,6 +337,8 @@ class BlockProof:
             pending = "moe_experts_start" if applied.op == "ap.moe_experts_start" else ""
             others = () if local.requires_grad else tuple(dict.fromkeys(each[index] for each in given_kinds[1:]))
             out.append(PlacedTensor(value, shape, kinds[index], local, pending=pending, others=others))
+        if call.op in table.ASSUMED:
+            self.result.assumptions[applied.line] = table.ASSUMED[call.op]
         key = lemma.name if lemma is not None else call.op
         self.result.lemmas[key] = self.result.lemmas.get(key, 0) + 1
         return tuple(out)

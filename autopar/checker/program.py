@@ -17,7 +17,7 @@ from autopar.checker.captured import CapturedBlock
 from autopar.checker.local_run import meta_tensor
 from autopar.checker.reader import AxisName, PlacedTensor, Reader
 from autopar.checker.shards import MICRO, PARTIAL, Axes, Cut, Kind, Kinds, NotProven, equal_kind, words, words_of
-from autopar.checker.text import CallsText, Instance, ProgramText, arguments_of, refuse
+from autopar.checker.text import RESERVED, CallsText, Instance, ProgramText, arguments_of, refuse
 from autopar.ir.dims import has_batch, shape_at
 from autopar.ir.graph import Call, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
@@ -103,8 +103,33 @@ class ProgramProof:
 
     # -- the program
 
+    def _check_flags(self) -> None:
+        """What the runtime reads of the program beside its forward: whether it trains, and how callers pass their arguments."""
+        flags, line, interface = self.text.program.flags, self.text.program.line, self.graph.interface
+        flowing = tuple(value.name for value in self.graph.inputs if value.differentiable)
+        wanted: dict[str, tuple[Any, Any]] = {
+            "forward_only": (self.graph.forward_only, False),
+            "differentiable_inputs": (flowing, ()),
+            "weight_versions": (self.candidate.pipeline.weight_versions, 1),
+            "has_loss": (interface is None or interface.has_loss, True),
+        }
+        if interface is not None:
+            inputs = {each.path: each.input for each in interface.arguments if each.input and each.path != each.input}
+            others = [each for each in interface.arguments if not each.input]
+            wanted |= {
+                "positional": (tuple(interface.positional), ()),
+                "arguments": (inputs, {}),
+                "constants": ({each.path: each.constant for each in others if not each.optional}, {}),
+                "defaults": ({each.path: each.constant for each in others if each.optional}, {}),
+                "batch_dims": (dict(interface.batch_dims), {}),
+            }
+        for name, (value, default) in wanted.items():
+            if flags.get(name, default) != value:
+                raise NotProven(line, f"{name} is {str(flags.get(name, default))[:60]}, and {str(value)[:60]} for the model")
+
     def check(self) -> ProgramResult:
         program = self.text.program
+        self._check_flags()
         inputs = {value.name: self._input(value) for value in self.graph.inputs}
         totals = self._totals(inputs)
         if self.text.chunks:
@@ -133,6 +158,8 @@ class ProgramProof:
         except ValueError as error:
             raise NotProven(line, f"input {value.name}: {error}") from None
         dtype = flags.get("input_dtypes", {}).get(value.name, value.dtype)
+        if dtype != value.dtype:
+            raise NotProven(line, f"input {value.name} is {dtype}, and {value.dtype} in the model")
         return Passed(self._graph_value(value.name), self._tensor(value.name, shape, kinds, dtype, flowing, line))
 
     def _tensor(self, name: str, shape: Sequence[int], kinds: Kinds, dtype: str, gradient: bool, line: int) -> PlacedTensor:
@@ -337,6 +364,8 @@ class ProgramProof:
             raise refuse(statement, f"{ast.unparse(statement).splitlines()[0][:60]} is no line of a program")
         target, value = statement.targets[0], statement.value
         names = [ast.unparse(each) for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        if set(names) & (RESERVED | bound.keys()):
+            raise refuse(statement, f"{ast.unparse(target)[:60]} is no variable of a program")
         if isinstance(value, ast.Name) and value.id in variables and len(names) == 1:
             variables[names[0]] = variables[value.id]
             return

@@ -279,11 +279,11 @@ class Reader:
             at = len(items) - 1
             items = [*(ast.Slice() for _ in range(tensor.local.dim() - at)), *items[1:]]
         named = [(dim, each) for dim, each in enumerate(items) if not isinstance(each, ast.Slice) or ast.unparse(each) != ":"]
-        if len(named) == 1 and isinstance(named[0][1], ast.Slice):
-            dim, part = named[0]
+        dim, part = named[0] if len(named) == 1 else (0, None)
+        if isinstance(part, ast.Slice):
             start, stop, step = (None if each is None else self._number(each) for each in (part.lower, part.upper, part.step))
             return Applied("aten.slice", (tensor, dim, start or 0, END if stop is None else stop, step or 1), {}, node.lineno)
-        values = [(dim, self.value(each)) for dim, each in named]  # type: ignore[arg-type]
+        values = [(dim, self.value(each)) for dim, each in named]
         if len(values) == 1 and isinstance(values[0][1], int):
             return Applied("aten.select", (tensor, *values[0]), {}, node.lineno)
         if values and all(isinstance(each, PlacedTensor) for _, each in values):

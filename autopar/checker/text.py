@@ -24,6 +24,11 @@ _NAMES = {
 """The name that each import has in the text; of all others their own."""
 
 
+RESERVED = frozenset(("self", "torch", "F", "C", "nn", "Tensor", "recompute", "float", "zip", "super", "range"))
+"""Names that texts read, which nothing may take."""
+_BASES = frozenset(("BlockModule", "ParameterSpec", "Base", "BoundaryTensor", "ModelChunk", "Recompute"))
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterText:
     """A parameter or buffer: its path in the block, whole shape, dtype in which it is stored, and placement by axis."""
@@ -110,6 +115,8 @@ def read_program(text: str) -> ProgramText:
             _check_import(node)
         elif isinstance(node, ast.ClassDef) and program is None and not node.decorator_list and not node.keywords:
             base = ast.unparse(node.bases[0]) if len(node.bases) == 1 else ""
+            if node.name in RESERVED | _BASES:
+                raise refuse(node, f"{node.name} hides a name that programs read")
             if node.name in blocks or node.name in {chunk.name for chunk in chunks}:
                 raise refuse(node, f"{node.name} is defined twice")
             if base == "BlockModule":
@@ -167,6 +174,8 @@ def arguments_of(function: ast.FunctionDef) -> tuple[str, ...]:
     names = [each.arg for each in given.args]
     if given.vararg or given.kwarg or given.kwonlyargs or given.defaults or given.posonlyargs or names[:1] != ["self"]:
         raise refuse(function, f"{function.name} has other arguments than programs have")
+    if len(set(names)) != len(names) or set(names[1:]) & RESERVED:
+        raise refuse(function, f"the arguments of {function.name} hide a name that programs read")
     return tuple(names[1:])
 
 

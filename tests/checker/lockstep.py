@@ -1,5 +1,5 @@
 """Runs the text of a program on all ranks of its mesh at once, in one process and one autograd graph: every tensor is one for
-each rank, and a collective mixes them. What conversions do is the runtime's table; what ranks compute is torch's. No pipelines."""
+each rank, and a collective mixes them. Conversions are those of the runtime's table; ranks compute with torch. No pipelines."""
 
 from __future__ import annotations
 

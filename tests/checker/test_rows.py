@@ -147,3 +147,16 @@ def test_products_of_repeated_elements(data: some.DataObject) -> None:
 def test_every_row_has_a_case() -> None:
     proven = {canonical(op) for op, _, _ in CASES}
     assert not set(table.ROWS) - proven
+
+
+def test_an_element_that_is_repeated_along_a_sum_is_no_addend() -> None:
+    """``einsum("bsd,bsd->bs", x, y)`` with y of one element along d: a rule once took y for a bias, which only one rank adds."""
+    block, _ = build("aten.einsum", ("bsd,bsd->bs", (t(2, 3, 4), t(2, 3, 1))), {})
+    (operation,) = CapturedBlock(block, 8).operations
+    row = table.row(operation.call)
+    assert row is not None
+    axes, cut = Axes(("tp",), (2,)), (Cut(2, 2),)
+    assert carry(row, axes, [cut, ("R",)], (True, True), [None]) == [("P",)]
+    for kind in ("P", "I"):
+        with pytest.raises(NotCarried):
+            carry(row, axes, [cut, (kind,)], (True, True), [None])

@@ -58,6 +58,8 @@ class WholeCall:
 def schema_of(op: str) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
     """Names and defaults of the arguments of ``aten.add.Tensor``, and how many may be given by position."""
     namespace, name, *overload = op.split(".")
+    if namespace == "ap":  # some are registered with torch, where a model was captured in this process
+        return None
     try:
         found = getattr(getattr(torch.ops, namespace), name)
         schema = getattr(found, overload[0] if overload else "default")._schema

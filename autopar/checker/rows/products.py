@@ -3,7 +3,7 @@ mixtures of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
 from autopar.checker.rows.elements import Rows, aten, letters, redundant, without
@@ -302,7 +302,7 @@ def written(call: WholeCall) -> OperationRow:
     return OperationRow((dims, part), (dims,), linear=((0, 1),))
 
 
-def scatter(added: bool) -> object:
+def scatter(added: bool) -> Callable[[WholeCall], OperationRow]:
     def row(call: WholeCall) -> OperationRow:
         x, index = call.shapes[:2]
         dim = call.dim(default=0)
@@ -408,8 +408,8 @@ ROWS: Rows = {
     "aten.index": indexed,
     **aten("index_put _unsafe_index_put", index_put),
     **aten("slice_scatter select_scatter", written),
-    **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter(added=False)),  # type: ignore[dict-item]
-    "aten.scatter_add": scatter(added=True),  # type: ignore[dict-item]
+    **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter(added=False)),
+    "aten.scatter_add": scatter(added=True),
     "aten.index_add": index_add,
     "ap.cross_entropy_sum": cross_entropy_sum,
     "ap.count_valid": count_valid,

@@ -15,6 +15,11 @@ from autopar.checker.shards import words_of
 
 ROWS = {**elements.ROWS, **products.ROWS}
 DETERMINISTIC = frozenset(("ap.constant", "ap.linear_float8_dynamic"))
+ASSUMED = {
+    "ap.linear_float8_dynamic": "shards are scaled by their own maxima, so that float8 rounds them otherwise than the whole",
+    "ap.local_mean": "statistics are those of each data rank's own examples, as was asked for",
+}
+"""Operations that are not equal on shards, but in what somebody asked for."""
 SPELLINGS = frozenset(
     {
         ("aten.sub", "aten.rsub"), ("aten.pad", "aten.constant_pad_nd"), ("aten.max_pool2d", "aten.max_pool2d_with_indices"),
