@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.errors import AutoparError
-from autopar.ir.placement import Partial, Placement, Shard, parse_placement
+from autopar.ir.placement import Partial, Shard, parse_placement
 
 MICRO = "micro-batches"
 """The axis of time: micro-batches are shards of the batch, and what adds up over them is partial."""
@@ -96,15 +96,18 @@ class Axes:
     def placed(self, shape: Shape, places: Mapping[str, str], otherwise: Mapping[str, Kind]) -> Kinds:
         """The kinds of placements as a program writes them for whole tensors, in the order of the mesh: of two axes that shard
         one dimension in equal parts, the later one shards the chunks of the earlier. ValueError for what is none."""
+        for text in places.values():  # those on axes of one rank too
+            place = parse_placement(text)
+            if isinstance(place, Shard) and not -len(shape) <= place.dim < len(shape):
+                raise ValueError(f"a tensor of {len(shape)} dimensions cannot be {text}")
         above: dict[tuple[int, int], int] = {}
         out: list[Kind] = []
         for name, size in zip(self.names, self.sizes, strict=True):
-            place: Placement | None = parse_placement(places[name]) if name in places else None
-            if place is None:
+            if name not in places:
                 out.append(otherwise[name])
-            elif isinstance(place, Shard):
-                if not -len(shape) <= place.dim < len(shape):
-                    raise ValueError(f"a tensor of {len(shape)} dimensions has no {places[name]}")
+                continue
+            place = parse_placement(places[name])
+            if isinstance(place, Shard):
                 dim = place.dim % len(shape)
                 key = dim, place.parts
                 above[key] = above.get(key, place.parts) * size
