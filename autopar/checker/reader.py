@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from autopar.checker.rows.operation_call import DTypeName
-from autopar.checker.shards import Kinds, NotProven, Shape, words_of
+from autopar.checker.shards import Kinds, Shape, words_of
 from autopar.checker.text import refuse
 
 _OPERATORS: dict[type[ast.AST], str] = {
@@ -212,6 +216,8 @@ class Reader:
 
     def _of_torch(self, node: ast.Call, name: str, args: list[ast.expr], kwargs: dict[str, Any]) -> Applied:
         values = [self.value(each) for each in args]
+        if ast.unparse(node.func).startswith("F.") and _other_positions(name, len(values)):
+            raise refuse(node, f"F.{name} takes other arguments at these positions than the operation")
         if name == "embedding":
             values[0], values[1] = values[1], values[0]
         if isinstance(kwargs.get("device"), Fixed):
@@ -294,5 +300,10 @@ class Reader:
         raise refuse(node, f"{ast.unparse(node)[:60]} is no part of a tensor")
 
 
-def not_proven(line: int, reason: str) -> NotProven:
-    return NotProven(line, reason)
+@cache
+def _other_positions(name: str, count: int) -> bool:
+    """Whether one of the first arguments of ``F.name`` is none of the operation's: a flag of the function alone."""
+    function = getattr(F, name, None)
+    if not isinstance(function, FunctionType):
+        return False
+    return bool(set(list(signature(function).parameters)[:count]) & {"inplace", "training", "max_norm", "_stacklevel"})

@@ -222,7 +222,7 @@ def _stored(node: ast.expr) -> ParameterText:
     path, shape, dtype, places = map(literal, call.args)
     more = {str(each.arg): literal(each.value) for each in call.keywords}
     if set(more) - {"trainable", "buffer", "persistent"}:
-        raise refuse(node, f"a ParameterSpec has no {', '.join(set(more))}")
+        raise refuse(node, f"a ParameterSpec has no {', '.join(sorted(set(more)))}")
     return ParameterText(path, tuple(shape), dtype, places, more.get("trainable", True), more.get("buffer", False))
 
 

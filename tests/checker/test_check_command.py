@@ -24,6 +24,7 @@ def program() -> tuple[str, Candidate]:
     return program_text(bundled_graph("gpt2-tiny"), candidate), candidate
 
 
+FORWARD, BLOCK = "    def forward(self, hidden):", "class GPT2Block(BlockModule)"
 ODD = {
     "import os": ("import torch\n", "import torch\nimport os\n"),
     "another name of a module": ("import torch.nn.functional as F", "import torch.nn.functional as G"),
@@ -32,8 +33,8 @@ ODD = {
     "a statement": ("        return ", "        print(1)\n        return "),
     "a branch on a rank": ("        return ", "        if self.mesh.tp.coordinate:\n            wte = 1\n        return "),
     "a decorator": ("class GPT2Block", "@torch.compile\nclass GPT2Block"),
-    "a method": ("    def forward(self, hidden):", "    def __init__(self, *args):\n        pass\n\n    def forward(self, hidden):"),
-    "a class that hides a module": ("class GPT2Block(BlockModule)", "class C(BlockModule):\n    zero = 0\n\n\nclass GPT2Block(BlockModule)"),
+    "a method": (FORWARD, f"    def __init__(self, *args):\n        pass\n\n{FORWARD}"),
+    "a class that hides a module": (BLOCK, f"class C(BlockModule):\n    zero = 0\n\n\n{BLOCK}"),
     "an operation that writes": (".tanh()", ".tanh_()"),
     "an unknown operation": (".tanh()", ".item()"),
     "an expression of code": ('mesh_axes = {"dp": 2', 'mesh_axes = {"dp": 1 + 1'),
