@@ -46,6 +46,7 @@ from autopar.planning import (
 )
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
+from autopar.program.proof import require_proof
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import join, watched
 from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
@@ -89,6 +90,7 @@ def parallelize(
     check_every: int = 0,
     memory_margin: float | None = None,
     batch_dim: int | Mapping[str, int] | None = None,
+    proof: bool = False,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -110,7 +112,9 @@ def parallelize(
     their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
-    `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`).
+    `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`). With `proof` the program is
+    proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
+    not proven.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -129,7 +133,7 @@ def parallelize(
     )  # fmt: skip
     run = RuntimeOptions(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
-        check_batch_every=check_batch_every, check_every=check_every,
+        check_batch_every=check_batch_every, check_every=check_every, proof=proof,
     )  # fmt: skip
     if example_inputs is not None:
         split_inputs(example_inputs)
@@ -175,6 +179,8 @@ def _build(
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
+        if run.proof:
+            require_proof(agreed)
         program = build_program(agreed.graph, agreed.candidate)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)

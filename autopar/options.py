@@ -93,6 +93,7 @@ class RuntimeOptions:
     cache: take plans from the cache, and keep them there.
     patience_seconds, join_seconds: until ranks that do not answer, or never join, are errors, in seconds.
     check_batch_every, check_every: calls and steps between two checks that cost time (0: never).
+    proof: the program must be proven equal to the model before it runs (`checker`).
     """
 
     plan: Plan | str | Path | None = None
@@ -103,6 +104,7 @@ class RuntimeOptions:
     join_seconds: float
     check_batch_every: int = 100
     check_every: int = 0
+    proof: bool = False
 
     def __post_init__(self) -> None:
         _check(self, _RUNTIME_CHECKS)

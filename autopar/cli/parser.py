@@ -196,6 +196,10 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     verify.add_argument("--plan", metavar="plan.json", help="verify this plan instead of searching for one")
 
+    check = add("check", "check", "prove, without running it, that a program computes what its model does")
+    check.add_argument("what", metavar="FOLDER|plan.json", help="the folder of an export, or a plan, whose program is written")
+    check.add_argument("-o", "--output", default="", metavar="certificate.json", help="write claims, lemmas and assumptions")
+
     doctor = add("doctor", "doctor", "list what is refused, replicated, fixed or slow in a model, before any plan")
     doctor.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")

@@ -30,12 +30,13 @@ def export_program(
     batch: Mapping[str, torch.Tensor] | None = None,
     learning_rate: float = 3e-4,
     overwrite: bool = False,
+    certificate: str = "",
 ) -> Path:
     """Writes the folder and returns its path. FileError where the folder has files; those of an earlier export are replaced under
     `overwrite`, files of the user in it are left alone.
 
     `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
-    `batch` is a global batch by input name; without it a random one is written.
+    `batch` is a global batch by input name; without it a random one is written. `certificate` is the text of certificate.json.
     """
     if lowered.interface is not None and not lowered.interface.has_loss:
         raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
@@ -54,6 +55,8 @@ def export_program(
         (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
         (folder / "README.md").write_text(README.format(name=name, mesh=mesh, ranks=ranks), encoding="utf-8")
         torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
+        if certificate:
+            (folder / "certificate.json").write_text(certificate, encoding="utf-8")
         if weights is not None:
             torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, folder / "weights.pt")
     return Path(directory)

@@ -81,5 +81,6 @@ Written by autopar. Needs torch only:
 * `runtime/`: collectives, state and the handle `Parallel`, an nn.Module whose call takes the global batch and returns the loss,
   or a namespace of the loss and the outputs that were asked for.
 * `plan.json`: the plan that the program was generated from.
+* `certificate.json`: what is proven of the program, and from what (`autopar check` proves it again).
 * `batch.pt`: the global batch, a dict of tensors by input name. `weights.pt`, where there is one: full tensors by original name.
 """

@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("runtime", "errors", "files", "ir", "operations", "schedules", "ops", "capture", "rules", "cost_models", "solve"),
-    *("explain", "recipes", "precision", "options", "planning", "passes", "program", "variants", "dryrun", "given_plan", "api"),
-    *("integrations", "verification", "doctor", "validate", "cli"),
+    *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules", "cost_models"),
+    *("solve", "explain", "recipes", "precision", "options", "planning", "passes", "program", "variants", "dryrun"),
+    *("given_plan", "api", "integrations", "verification", "doctor", "validate", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)
@@ -67,6 +67,14 @@ def test_planning_does_not_read_published_runs() -> None:
 
 
 BY_HAND = ("seeds_of", "with_expert_prices", "with_reasons", "with_stage_seeds")
+
+
+@pytest.mark.parametrize("path", files_of("checker"), ids=str)
+def test_the_checker_trusts_nothing(path: Path) -> None:
+    """It judges what the compiler makes, so it imports nothing of it but the data that is judged."""
+    for name in imports(path, "checker"):
+        words = name.split(".")
+        assert words[0] != "autopar" or words[1:2] in ([], ["checker"], ["errors"], ["ir"]), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("path", files_of("runtime"), ids=str)

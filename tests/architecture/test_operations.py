@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"(aten|ap)\.[a-z_]\w*(\.\w+)*")
 """An operation of a graph. (`torch.ops.aten.add`, and ``ap::opaque``, under which it is registered, are torch's.)"""
 
-AT_HOME = ("autopar/operations", "autopar/capture/normalize")
-"""The records; and what matches names of torch to rewrite them."""
+AT_HOME = ("autopar/operations", "autopar/capture/normalize", "autopar/checker")
+"""The records; what matches names of torch to rewrite them; and the checker, which judges the records by a table of its own."""
 
 NOT_YET = {
     "autopar/ir/describe.py": "words for people about a plan, which ir.plan_file writes: ir lies below the records",

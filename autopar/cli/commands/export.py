@@ -43,8 +43,10 @@ def is_code(source: str) -> bool:
 @with_plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Writes the folder and says how to start it."""
+    from autopar.checker.certificate import certify
     from autopar.passes.lower import lower
     from autopar.program.export import export_program
+    from autopar.program.source import render
     from autopar.rules.check import check_strategies
     from autopar.rules.registry import default_registry
 
@@ -54,9 +56,15 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     if is_code(plan.document.model.source) and not arguments.trust:
         console.progress(f"no initial weights: --trust runs {plan.document.model.source}, which the plan names")
     lowered = lower(plan.graph, plan.candidate)
-    export_program(lowered, plan.to_json(), folder, weights=weights, overwrite=arguments.overwrite)
+    certificate = certify(
+        render(lowered, "runtime"), plan.graph, plan.candidate, plan.to_json(), plan.document.optimizer
+    )
+    export_program(
+        lowered, plan.to_json(), folder, weights=weights, overwrite=arguments.overwrite, certificate=certificate.to_json()
+    )
     command = f"torchrun --nproc-per-node {plan.candidate.devices} {folder / 'train.py'}"
     console.text(f"written to {folder}; start it with\n  {command}")
+    console.text(certificate.line())
     console.document(
         {"folder": str(folder), "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*.py")), "run": command}
     )

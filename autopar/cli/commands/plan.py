@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.tables.plan import baseline_table, expert_rows, stage_table
+from autopar.errors import AutoparError
 from autopar.files import check_target
 from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
@@ -35,10 +36,21 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.output:
         plan.save(arguments.output)
     summary(plan, console)
+    console.text(_proof(plan))
     if arguments.output:
         console.text(f"written to {arguments.output}")
     console.document(json.loads(plan.to_json()))
     return 0
+
+
+def _proof(plan: Plan) -> str:
+    """The line that says whether the plan's program is proven."""
+    from autopar.program.proof import prove_program
+
+    try:
+        return prove_program(plan).line()
+    except AutoparError as error:
+        return f"not proven: {error}"
 
 
 def make(

@@ -32,7 +32,7 @@ def make_batch(graph: Graph, classes: int, seed: int = 1) -> dict[str, torch.Ten
             out[value.name] = torch.randint(classes, shape, generator=generator)
             if value.name == "labels":
                 out[value.name][0] = -100
-                out[value.name][-1, :2] = -100
+                out[value.name].reshape(shape[0], -1)[-1, :2] = -100
         else:
             out[value.name] = torch.randn(shape, generator=generator, dtype=getattr(torch, value.dtype))
     return out

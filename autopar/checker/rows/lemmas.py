@@ -1,0 +1,166 @@
+"""Functions that compute a captured operation by another algorithm, on one axis: each is a lemma.
+
+A `Lemma` says which operation the function stands for, what its operands must be on its axis, and what its result is there. On
+all other axes the row of the operation holds, with the dimension that the function works along as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.checker.rows.carry import Dims, OperationRow
+from autopar.checker.rows.operation_call import WholeCall
+from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, moe_experts
+from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Unfit(ValueError):
+    """What is wrong with the operands of a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lemma:
+    """A function of the runtime. `whole` puts the arguments of the text in the order of the operation `of`; `on_axis` makes the
+    kind of the result of those of the operands, the axis size and whether gradients come back; `row` holds on the other axes.
+    `proof` says where it is proven."""
+
+    name: str
+    of: str
+    whole: Callable[[Sequence[Any], Mapping[str, Any]], Arguments]
+    on_axis: Callable[[WholeCall, Sequence[Kind], int, Sequence[bool]], Kind]
+    row: Callable[[WholeCall], OperationRow]
+    proof: str = "execution: tests/checker/test_lemmas.py"
+
+
+def _as_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    return tuple(args), {name: each for name, each in kwargs.items() if name not in ("axis", "dim")}
+
+
+def _contiguous(call: WholeCall, operand: int, dim: int, kind: Kind, size: int) -> int:
+    """The dimension, where the operand is cut along it into as many parts as there are ranks, in their order."""
+    shape = call.shapes[operand]
+    dim %= len(shape)
+    if kind != Cut(dim, shape[dim] // size) or shape[dim] % size:
+        raise Unfit(f"operand {operand + 1} must be cut along dimension {dim} in the order of the ranks, and is {kind}")
+    return dim
+
+
+def _equal(operands: Sequence[int], kinds: Sequence[Kind], flows: Sequence[bool]) -> None:
+    for index in operands:
+        if index < len(kinds) and (not equal_kind(kinds[index]) or (flows[index] and kinds[index] != REPLICATED)):
+            raise Unfit(f"operand {index + 1} must be replicated, and is {kinds[index]}")
+
+
+def _embedding_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    padding = kwargs.get("padding_idx")
+    return (args[1], args[0], -1 if padding is None else padding), {}
+
+
+def _embedding(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    _contiguous(call, 0, 0, kinds[0], size)
+    _equal((1,), kinds, flows)
+    return PARTIAL
+
+
+def _cross_entropy(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    _contiguous(call, 0, -1, kinds[0], size)
+    _equal((1,), kinds, flows)
+    return INVARIANT
+
+
+def _cut_result(call: WholeCall, dim: int, size: int) -> Cut:
+    shape = call.results[0]
+    return Cut(dim % len(shape), shape[dim] // size)
+
+
+def _rows(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    _contiguous(call, 0, -2, kinds[0], size)
+    _equal((1, 2), kinds, flows)
+    _mask(call, kinds, size, flows, -2)
+    return _cut_result(call, -2, size)
+
+
+def _ring(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    for operand in range(3):
+        _contiguous(call, operand, -2, kinds[operand], size)
+    _mask(call, kinds, size, flows, -2)
+    return _cut_result(call, -2, size)
+
+
+def _heads(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    _contiguous(call, 0, -3, kinds[0], size)
+    _equal((1, 2), kinds, flows)
+    _mask(call, kinds, size, flows, -3)
+    return _cut_result(call, -3, size)
+
+
+def _mask(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool], dim: int) -> None:
+    """A mask has rows and heads of its own, of which ranks have those of their queries, or one for all."""
+    if len(call.shapes) < 4:
+        return
+    shape = call.shapes[3]
+    own = len(shape) >= -dim and shape[dim] == call.shapes[0][dim] and shape[dim] != 1
+    if own:
+        _contiguous(call, 3, dim, kinds[3], size)
+    else:
+        _equal((3,), kinds, flows)
+
+
+def _owned(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    _equal((0, 1, 2), kinds, flows)
+    for operand in range(3, len(kinds)):
+        _contiguous(call, operand, 0, kinds[operand], size)
+    return PARTIAL
+
+
+def _dispatched(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    first = kinds[0]
+    if not isinstance(first, Cut) or first.dim == len(call.shapes[0]) - 1 or any(kind != first for kind in kinds[1:3]):
+        raise Unfit("tokens, experts and weights must be cut alike along a dimension of tokens")
+    for operand in range(3, len(kinds)):
+        _contiguous(call, operand, 0, kinds[operand], size)
+    return first
+
+
+def _banded(call: WholeCall) -> OperationRow:
+    return attention(replace(call, arguments={**call.arguments, "is_causal": True}))
+
+
+def _whole_heads(call: WholeCall) -> OperationRow:
+    row = _banded(call)
+
+    def without_heads(dims: Dims) -> Dims:
+        return tuple((("", _extent(dim)),) if i - len(dims) == -3 else dim for i, dim in enumerate(dims))
+
+    return OperationRow(tuple(map(without_heads, row.operands)), tuple(map(without_heads, row.results)))
+
+
+def _extent(dim: Sequence[tuple[str, int]]) -> int:
+    out = 1
+    for _, size in dim:
+        out *= size
+    return out
+
+
+_ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
+LEMMAS = {
+    each.name: each
+    for each in (
+        Lemma("ap.embedding_sharded", "aten.embedding", _embedding_whole, _embedding, embedding),
+        Lemma("ap.cross_entropy_sharded", "ap.cross_entropy_sum", _as_given, _cross_entropy, cross_entropy_sum),
+        Lemma("ap.attention_rows", "attention", _as_given, _rows, _banded),
+        Lemma("ap.attention_ring", "attention", _as_given, _ring, _banded),
+        Lemma("ap.attention_heads", "attention", _as_given, _heads, _whole_heads),
+        Lemma("ap.moe_experts_owned", "ap.moe_experts", _as_given, _owned, moe_experts),
+        Lemma("ap.moe_experts_dispatched", "ap.moe_experts", _as_given, _dispatched, moe_experts),
+        Lemma("ap.moe_experts_start", "ap.moe_experts", _as_given, _dispatched, moe_experts),
+    )
+}
+SAME = {
+    "attention": _ATTENTION,
+}
+"""Operations that a lemma stands for under one name."""

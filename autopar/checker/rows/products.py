@@ -1,0 +1,419 @@
+"""Rows of operations that combine dimensions: products, attention, norms, convolutions, lookups by index, losses of logits, and
+mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
+from autopar.checker.rows.elements import Rows, aten, letters, redundant, without
+from autopar.checker.rows.operation_call import TensorName, WholeCall
+from autopar.checker.shards import Shape
+
+
+def named(words: str | Sequence[str], shape: Shape) -> Dims:
+    """Dimensions by their letters; ``_`` is never cut, and neither is one element that is repeated."""
+    return plain([("" if word == "_" else word) for word in (words.split() if isinstance(words, str) else words)], shape)
+
+
+def _leading(shape: Shape, tail: int, rank: int) -> list[str]:
+    """Letters of the leading dimensions, from the right."""
+    return [f"b{rank - len(shape) + i}" for i in range(len(shape) - tail)]
+
+
+def equation(
+    terms: Sequence[Sequence[str]], result: Sequence[str], call: WholeCall, first: int = 0, addend: bool = False
+) -> OperationRow:
+    """Products that letters describe: those that are not in the result are summed. An operand that has one element where others
+    have many repeats it: its dimension is whole. `first` operands are added to the result (a bias)."""
+    sizes: dict[str, int] = {}
+    for words, shape in zip(terms, call.shapes, strict=True):
+        for word, size in zip(words, shape, strict=True):
+            sizes[word] = max(size, sizes.get(word, 1))
+    operands = tuple(
+        plain([word if size == sizes[word] else "" for word, size in zip(words, shape, strict=True)], shape)
+        for words, shape in zip(terms, call.shapes, strict=True)
+    )
+    reduced = {word: "sum" for word in sizes if word not in result}
+    many = len(terms)
+    bias = (0,) if first else (many - 1,) if addend else ()
+    factors = [index for index in range(many) if index not in bias]
+    linear = tuple(tuple(sorted((index, *bias))) for index in factors)
+    return OperationRow(operands, (named(result, call.results[0]),), reduced, linear, bias)
+
+
+def linear(call: WholeCall) -> OperationRow:
+    """``linear(x, w[n, k], bias)``."""
+    lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
+    terms = [[*lead, "k"], ["n", "k"], ["n"]][: len(call.shapes)]
+    return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
+
+
+def linear_float8(call: WholeCall) -> OperationRow:
+    """As `linear`, but summands of its operands would be rounded by themselves."""
+    row = linear(call)
+    return OperationRow(row.operands, row.results, row.reduced, (), row.addends)
+
+
+def linear_kn(call: WholeCall) -> OperationRow:
+    """``linear_kn(x, w[k, n], bias)``."""
+    lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
+    terms = [[*lead, "k"], ["k", "n"], ["n"]][: len(call.shapes)]
+    return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
+
+
+def matmul(call: WholeCall) -> OperationRow:
+    a, b = call.shapes
+    rank = max(len(a), len(b))
+    left = ["k"] if len(a) == 1 else [*_leading(a, 2, rank), "m", "k"]
+    right = ["k"] if len(b) == 1 else [*_leading(b, 2, rank), "k", "n"]
+    lead = sorted({word for word in (*left, *right) if word[0] == "b"}, key=lambda word: int(word[1:]))
+    return equation([left, right], [*lead, *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])], call)
+
+
+def addmm(call: WholeCall) -> OperationRow:
+    """``addmm baddbmm(bias, a, b)``."""
+    batch = ["b"] if len(call.results[0]) == 3 else []
+    names = [*batch, "m", "n"]
+    return equation([names[len(names) - len(call.shapes[0]) :], [*batch, "m", "k"], [*batch, "k", "n"]], names, call, first=1)
+
+
+def einsum(call: WholeCall) -> OperationRow:
+    text = str(call.get("equation", "")).replace(" ", "")
+    left, arrow, result = text.partition("->")
+    terms = left.split(",")
+    if not arrow or "." in text or any(len(set(term)) < len(term) for term in (*terms, result)):
+        return redundant(call)
+    return equation([list(term) for term in terms], list(result), call)
+
+
+def distances(call: WholeCall) -> OperationRow:
+    rank = len(call.results[0])
+    lead = [_leading(shape, 2, rank) for shape in call.shapes]
+    terms = [[*lead[0], "m", "_"], [*lead[1], "n", "_"]]
+    sides = tuple(named([w if w == "_" or size > 1 else "_" for w, size in zip(t, s, strict=True)], s)
+                  for t, s in zip(terms, call.shapes, strict=True))  # fmt: skip
+    return OperationRow(sides, (named([*(f"b{i}" for i in range(rank - 2)), "m", "n"], call.results[0]),))
+
+
+def attention(call: WholeCall) -> OperationRow:
+    """``scaled_dot_product_attention(q, k, v, mask)``: examples and heads; queries where no band depends on their position.
+    Several query heads of one key head are ``g`` groups of ``r``."""
+    band = bool(_option(call, "is_causal", "5", False)) or call.get("window") is not None
+    q, k = call.shapes[:2]
+    rank = len(q)
+    grouped = rank > 2 and q[-3] != k[-3]
+
+    def dims(shape: Shape, rows: str, query: bool) -> Dims:
+        out: list[Dim] = []
+        for i, size in enumerate(shape):
+            at = i - len(shape)
+            head = at == -3
+            if at == -1 or (at == -2 and (rows == "_" or size != q[-2])):
+                out.append((("", size),))
+            elif at == -2:
+                out.append(((rows, size),))
+            elif head and grouped and query and size == q[-3]:
+                out.append((("g", k[-3]), ("r", q[-3] // k[-3])))
+            elif head and grouped and not query:
+                out.append((("g", size),))
+            else:
+                out.append(((f"b{at}" if size == q[at] else "", size),))
+        return tuple(out)
+
+    rows = "_" if band else "s"
+    sides = [dims(q, rows, True), *(dims(shape, "_", False) for shape in call.shapes[1:3])]
+    sides += [dims(shape, rows, True) for shape in call.shapes[3:]]
+    return OperationRow(tuple(sides), (dims(call.results[0], rows, True),))
+
+
+def _option(call: WholeCall, name: str, number: str, default: object) -> object:
+    return call.get(name, call.get(number, default))
+
+
+def layer_norm(call: WholeCall) -> OperationRow:
+    sizes = call.get("normalized_shape", ())
+    rank = len(call.shapes[0]) - len(sizes)
+    return without(lambda c: range(rank, len(c.shapes[0])))(call)
+
+
+def group_norm(call: WholeCall) -> OperationRow:
+    """Examples and groups of channels."""
+    groups = int(call.get("num_groups", 1))
+
+    def dims(shape: Shape) -> Dims:
+        channels: Dim = (("g", groups), ("", call.shapes[0][1] // groups))
+        if len(shape) == 1:
+            return (channels,)
+        return ((("n", shape[0]),), channels, *((("", size),) for size in shape[2:]))
+
+    return OperationRow(tuple(map(dims, call.shapes)), tuple(map(dims, call.results)))
+
+
+def instance_norm(call: WholeCall) -> OperationRow:
+    if call.get("use_input_stats", True) is not True or isinstance(call.get("running_mean"), TensorName):
+        return redundant(call)
+    dims = [named(["n", "c", *"_" * (len(shape) - 2)] if len(shape) > 1 else ["c"], shape) for shape in call.shapes]
+    return OperationRow(tuple(dims), (dims[0],))
+
+
+def weight_norm(call: WholeCall) -> OperationRow:
+    dim = call.dim(default=0)
+    sides = [letters(shape, without=[i for i in range(len(shape)) if i != dim]) for shape in call.shapes]
+    return OperationRow(tuple(sides), (sides[0],))
+
+
+def convolution(call: WholeCall) -> OperationRow:
+    """``conv2d convolution``: examples, output channels, groups, and input channels of one group, which are summed."""
+    x, weight = call.shapes[:2]
+    groups, turned = int(call.get("groups", 1)), bool(call.get("transposed", "transpose" in call.op))
+    out = call.results[0][-len(x) + 1] if len(x) == len(weight) else call.results[0][0]
+    space = len(weight) - 2
+
+    def channels(count: int, name: str) -> Dim:
+        return (("g", groups), (name, count // groups)) if groups > 1 else ((name, count),)
+
+    def image(shape: Shape, name: str) -> Dims:
+        lead = len(shape) - space - 1
+        return (
+            *((("n", size),) for size in shape[:lead]),
+            channels(shape[lead], name),
+            *((("", size),) for size in shape[lead + 1 :]),
+        )
+
+    inside, outside = (
+        (channels(x[len(x) - space - 1], "c"), (("o", weight[1]),)) if turned else (channels(out, "o"), (("c", weight[1]),))
+    )
+    kernel = (inside, outside, *((("", size),) for size in weight[2:]))
+    bias = tuple((channels(shape[0], "o"),) for shape in call.shapes[2:])
+    grouped = {} if groups > 1 else {"c": "sum"}
+    operands = (image(x, "c" if groups == 1 or not turned else "c"), kernel, *bias)
+    if groups > 1:  # channels within a group are whole
+        operands, result = tuple(_whole(dims, ("c", "o")) for dims in operands), _whole(image(call.results[0], "o"), ("c", "o"))
+        return OperationRow(operands, (result,))
+    return OperationRow(operands, (image(call.results[0], "o"),), grouped, (), (2,) if bias else ())
+
+
+def _whole(dims: Dims, names: Sequence[str]) -> Dims:
+    return tuple(tuple(("" if name in names else name, size) for name, size in dim) for dim in dims)
+
+
+def image(call: WholeCall) -> OperationRow:
+    """Pools and interpolation ``_2d``: all but the last two dimensions."""
+    digits = [int(each) for each in call.op if each.isdigit()]
+    rank = len(call.shapes[0])
+    return without(lambda _: range(rank - (digits[-1] if digits else rank), rank))(call)
+
+
+def examples(call: WholeCall) -> OperationRow:
+    """The first dimension alone, of all operands that have as many elements there."""
+    size = call.shapes[0][0]
+    sides = [[named(["n", *"_" * (len(s) - 1)] if s and s[0] == size else ["_"] * len(s), s) for s in side]
+             for side in (call.shapes, call.results)]  # fmt: skip
+    return OperationRow(tuple(sides[0]), tuple(sides[1]))
+
+
+def recurrent(call: WholeCall) -> OperationRow:
+    """``lstm gru rnn_tanh``: examples."""
+    if len(call.shapes[0]) != 3 or "data" in call.arguments:
+        return redundant(call)
+    states = len(call.results) - 1
+    at = 0 if call.get("batch_first") else 1
+
+    def dims(shape: Shape, batch: int) -> Dims:
+        return plain(["n" if i == batch else "" for i in range(len(shape))], shape)
+
+    operands = [dims(call.shapes[0], at), *(dims(shape, 1) for shape in call.shapes[1 : 1 + states])]
+    operands += [dims(shape, -1) for shape in call.shapes[1 + states :]]
+    return OperationRow(tuple(operands), (dims(call.results[0], at), *(dims(shape, 1) for shape in call.results[1:])))
+
+
+# -- by index
+
+
+def embedding(call: WholeCall) -> OperationRow:
+    """``embedding(weight, ids)``: columns, and the ids."""
+    weight, ids = call.shapes
+    lead = [f"i{i}" for i in range(len(ids))]
+    return OperationRow((named("_ d", weight), named(lead, ids)), (named([*lead, "d"], call.results[0]),), linear=((0,),))
+
+
+def one_hot(call: WholeCall) -> OperationRow:
+    dims = letters(call.shapes[0])
+    return OperationRow((dims,), ((*dims, (("", call.results[0][-1]),)),))
+
+
+def gather(call: WholeCall) -> OperationRow:
+    x, index = call.shapes
+    dim = call.dim()
+    same = [i != dim and x[i] == index[i] for i in range(len(x))]
+    left = plain([f"d{i}" if same[i] else "" for i in range(len(x))], x)
+    right = plain([f"d{i}" if same[i] or i == dim else "" for i in range(len(x))], index)
+    return OperationRow((left, right), (right,), linear=((0,),))
+
+
+def index_select(call: WholeCall) -> OperationRow:
+    dim = call.dim()
+    index = ((("i", call.shapes[1][0]),),) if call.shapes[1] else ()
+    result = [(("i", size),) if i == dim else ((f"d{i}", size),) for i, size in enumerate(call.results[0])]
+    return OperationRow((letters(call.shapes[0], without=(dim,)), index), (tuple(result),), linear=((0,),))
+
+
+def indexed(call: WholeCall) -> OperationRow:
+    """``x[:, i, j]`` with adjacent tensors."""
+    given = call.get("indices", ())
+    dims = [i for i, each in enumerate(given) if isinstance(each, TensorName)]
+    x, result = call.shapes[0], call.results[0]
+    many = len(result) - (len(x) - len(dims))
+    adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
+    if not adjacent or any(len(shape) > many for shape in call.shapes[1:]) or call.dtypes[1:2] == ("bool",):
+        return redundant(call)
+    first = dims[0]
+    names = [f"d{i}" if i < first or i >= first + many else f"i{i - first}" for i in range(len(result))]
+    outer = iter([name for name in names if name[0] == "d"])
+    left = plain(["" if i in dims else next(outer) for i in range(len(x))], x)
+    extent = result[first : first + many]
+    others = [plain([f"i{many - len(s) + i}" if size == extent[many - len(s) + i] else "" for i, size in enumerate(s)], s)
+              for s in call.shapes[1:]]  # fmt: skip
+    return OperationRow((left, *others), (named(names, result),), linear=((0,),))
+
+
+def index_put(call: WholeCall) -> OperationRow:
+    given = call.get("indices", ())
+    dims = [i for i, each in enumerate(given) if isinstance(each, TensorName)]
+    x, values = call.shapes[0], call.shapes[-1]
+    if dims != list(range(len(dims))) or "bool" in call.dtypes[1:-1]:
+        return redundant(call)
+    whole = letters(x, without=dims)
+    own = ["" for _ in values]
+    for back in range(1, len(x) - len(dims) + 1):
+        if len(values) >= back and values[-back] == x[-back]:
+            own[-back] = f"d{len(x) - back}"
+    return OperationRow((whole, *(plain([""] * len(s), s) for s in call.shapes[1:-1]), plain(own, values)), (whole,))
+
+
+def written(call: WholeCall) -> OperationRow:
+    """``slice_scatter select_scatter(x, part, dim)``."""
+    dim = call.dim(default=0)
+    dims = letters(call.shapes[0], without=(dim,))
+    part = dims[:dim] + dims[dim + 1 :]
+    if len(call.shapes[1]) == len(dims):
+        part = (*dims[:dim], (("", call.shapes[1][dim]),), *dims[dim + 1 :])
+    return OperationRow((dims, part), (dims,), linear=((0, 1),))
+
+
+def scatter(added: bool) -> Callable[[WholeCall], OperationRow]:
+    def row(call: WholeCall) -> OperationRow:
+        x, index = call.shapes[:2]
+        dim = call.dim(default=0)
+        same = [i != dim and all(shape[i] == x[i] for shape in call.shapes) for i in range(len(x))]
+        along_dim = "z" if added and all(shape[dim] == index[dim] for shape in call.shapes[1:]) else ""
+        whole = plain([f"d{i}" if same[i] else "" for i in range(len(x))], x)
+        parts = [
+            plain([f"d{i}" if same[i] else along_dim if i == dim else "" for i in range(len(x))], s) for s in call.shapes[1:]
+        ]
+        return OperationRow((whole, *parts), (whole,), {"z": "sum"} if along_dim else {}, (), (0,) if along_dim else ())
+
+    return row
+
+
+def index_add(call: WholeCall) -> OperationRow:
+    dim = call.dim(default=0)
+    whole = letters(call.shapes[0], without=(dim,))
+    source = plain(["z" if i == dim else f"d{i}" for i in range(len(whole))], call.shapes[2])
+    scaled = call.get("alpha", 1) != 1
+    return OperationRow((whole, ((("z", call.shapes[1][0]),),) if call.shapes[1] else (), source), (whole,), {"z": "sum"}, (),
+               (0,)) if not scaled else redundant(call)  # fmt: skip
+
+
+# -- losses and experts
+
+
+def cross_entropy_sum(call: WholeCall) -> OperationRow:
+    tokens = [f"t{i}" for i in range(len(call.shapes[1]))]
+    return OperationRow(
+        (named([*tokens, "_"], call.shapes[0]), named(tokens, call.shapes[1])), ((),), dict.fromkeys(tokens, "sum")
+    )
+
+
+def count_valid(call: WholeCall) -> OperationRow:
+    tokens = [f"t{i}" for i in range(len(call.shapes[0]))]
+    return OperationRow((named(tokens, call.shapes[0]),), ((),), dict.fromkeys(tokens, "sum"))
+
+
+def ctc_losses(call: WholeCall) -> OperationRow:
+    words = ("_ n _", "n _", "n", "n")
+    return OperationRow(tuple(named(w, s) for w, s in zip(words, call.shapes, strict=True)), (named("n", call.results[0]),))
+
+
+def local_mean(call: WholeCall) -> OperationRow:
+    """The mean over the examples of one rank: shards of examples give another result than the whole, as the user asked for."""
+    dims = call.get("1", ())
+    names = [("_" if i in dims and i else f"d{i}") for i in range(len(call.shapes[0]))]
+    return OperationRow((named(names, call.shapes[0]),), (named(names, call.results[0]),))
+
+
+def moe_experts(call: WholeCall) -> OperationRow:
+    """``moe_experts(x, experts, weights, up, down, ...)``: tokens, or the inner dimension of every expert, which is summed."""
+    number = len(call.shapes)
+    lead = [f"t{i}" for i in range(len(call.shapes[0]) - 1)]
+    words = str(call.get("layout", call.get("8", ""))).split()
+    form = next((word for word in words if word != "transposed"), "halves")
+    up_bias = isinstance(call.get("5"), TensorName)
+    up, down = call.shapes[3:5]
+    wide_at, inner_at = (2, 1) if "transposed" in words else (1, 2)
+    inner = down[inner_at]
+    wide: Dim = {"halves": (("", 2), ("f", inner)), "interleaved": (("f", inner), ("", 2)), "plain": (("f", inner),)}[form]
+
+    def matrix(shape: Shape, at: int, dim: Dim) -> Dims:
+        return tuple(dim if i == at else (("", size),) for i, size in enumerate(shape))
+
+    operands = [named([*lead, "_"], shape) for shape in call.shapes[:3]]
+    operands += [matrix(up, wide_at, wide), matrix(down, inner_at, (("f", inner),))]
+    if up_bias:
+        operands.append(matrix(call.shapes[5], 1, wide))
+    if len(operands) < number:
+        operands.append(named("_ _", call.shapes[-1]))
+    addends = (number - 1,) if number > 5 + up_bias else ()
+    return OperationRow(tuple(operands), (named([*lead, "_"], call.results[0]),), {"f": "sum"}, (), addends)
+
+
+ROWS: Rows = {
+    "aten.linear": linear,
+    "ap.linear_kn": linear_kn,
+    "ap.linear_float8_dynamic": linear_float8,
+    **aten("mm bmm matmul mv dot", matmul),
+    **aten("addmm baddbmm", addmm),
+    "aten.einsum": einsum,
+    **aten("cdist _cdist_forward _euclidean_dist", distances),
+    **dict.fromkeys(("aten.scaled_dot_product_attention", "ap.attention"), attention),
+    **aten("layer_norm rms_norm", layer_norm),
+    "aten.group_norm": group_norm,
+    "aten.instance_norm": instance_norm,
+    "aten._weight_norm": weight_norm,
+    "ap.local_mean": local_mean,
+    **aten("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d", convolution),
+    **{f"aten.{kind}_pool{n}d": image for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)},
+    **aten(
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+        "upsample_linear1d upsample_trilinear3d",
+        image,
+    ),
+    **aten("im2col col2im grid_sampler grid_sampler_2d grid_sampler_3d", examples),
+    **aten("lstm gru rnn_tanh rnn_relu", recurrent),
+    "aten.embedding": embedding,
+    "aten.one_hot": one_hot,
+    "aten.gather": gather,
+    "aten.index_select": index_select,
+    "aten.index": indexed,
+    **aten("index_put _unsafe_index_put", index_put),
+    **aten("slice_scatter select_scatter", written),
+    **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter(added=False)),
+    "aten.scatter_add": scatter(added=True),
+    "aten.index_add": index_add,
+    "ap.cross_entropy_sum": cross_entropy_sum,
+    "ap.count_valid": count_valid,
+    "ap.ctc_losses": ctc_losses,
+    "ap.moe_experts": moe_experts,
+    "ap.expert_capacity": lambda call: without(lambda c: (-2, -1))(call),
+}

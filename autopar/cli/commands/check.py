@@ -1,0 +1,41 @@
+"""``autopar check``: proves that a program computes what its model does, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autopar.cli.console import Console
+from autopar.cli.evaluation import read_plan
+from autopar.errors import PlanError
+from autopar.files import read_bytes
+from autopar.ir.plan_file.plan_file import refuse_misfits
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Exit status 0 where the program is proven, 1 where a line is not."""
+    from autopar.checker.certificate import certify
+
+    path = Path(arguments.what)
+    plan_path = path / "plan.json" if path.is_dir() else path
+    with refuse_misfits(str(plan_path)):
+        plan = read_plan(str(plan_path))
+        if path.is_dir():
+            text = read_bytes(path / "program.py", PlanError, "the program").decode("utf-8", errors="replace")
+        else:
+            from autopar.program.build import program_text
+
+            text = program_text(plan.graph, plan.candidate)
+        certificate = certify(text, plan.graph, plan.candidate, plan_path.read_bytes(), plan.document.optimizer)
+    console.text(f"{path}: {certificate.line()}")
+    for claim in certificate.claims:
+        console.text(f"  {claim.name:<10} {claim.says}")
+    for line, says in certificate.assumptions:
+        console.text(f"  assumed    line {line}: {says}")
+    if certificate.bounds:
+        console.text(f"  memory     at most {max(certificate.bounds) / 2**30:.3g} GiB on a rank")
+    if arguments.output:
+        Path(arguments.output).write_text(certificate.to_json(), encoding="utf-8")
+    console.document(json.loads(certificate.to_json()))
+    return 0 if certificate.holds else 1
