@@ -191,7 +191,7 @@ class _Forward:
                 yield "with torch.no_grad():"
             no_grad = node.no_grad
             depth = 2 + no_grad + self.lowered_block.selective
-            elsewhere = _saved_elsewhere(self.lowered_block, (value.name for value in node.outputs))
+            elsewhere = _saved_elsewhere(self.lowered_block, (value.name for value in node.outputs if value.name in read))
             lines = [*self._statement(node, read, split, len(INDENT) * depth), *elsewhere]
             yield from ((INDENT if no_grad else "") + line for line in lines)
 
