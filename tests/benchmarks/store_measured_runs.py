@@ -1,4 +1,4 @@
-"""Writes ``autopar/recipes/data/measured_runs.csv``: what the public table says of recipes. ``python
+"""Writes ``autopar/software/data/measured_runs.csv``: what the public table says of recipes. ``python
 tests/benchmarks/store_measured_runs.py``; takes a second."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ import csv
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import autopar.recipes
-from autopar.recipes.measured import MeasuredRun
+import autopar.software
+from autopar.software.measured import MeasuredRun
 from autopar.validate.published import measured_runs
 from autopar.validate.rows import bundled_table, read_table
 
 if __name__ == "__main__":
-    path = Path(str(autopar.recipes.__file__)).parent / "data" / "measured_runs.csv"
+    path = Path(str(autopar.software.__file__)).parent / "data" / "measured_runs.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [each.name for each in fields(MeasuredRun)], lineterminator="\n")
         writer.writeheader()

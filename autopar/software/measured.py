@@ -14,7 +14,7 @@ from importlib.resources import files
 import msgspec
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.recipes.decoder import Architecture
+from autopar.decoders.decoder import Architecture
 
 _VOCABULARY = 0.02
 """Vocabularies are padded: they are equal to this share."""
@@ -67,5 +67,5 @@ def runs_of(decoder: Architecture, layers: int, cluster: Cluster, batch: int) ->
 @lru_cache(maxsize=1)
 def stored_runs() -> tuple[MeasuredRun, ...]:
     """All of the file, in the order of the table."""
-    text = (files("autopar.recipes") / "data" / "measured_runs.csv").read_text(encoding="utf-8")
+    text = (files("autopar.software") / "data" / "measured_runs.csv").read_text(encoding="utf-8")
     return msgspec.convert(list(csv.DictReader(text.splitlines())), tuple[MeasuredRun, ...], strict=False)

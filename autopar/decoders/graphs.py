@@ -15,7 +15,9 @@ from functools import lru_cache
 
 import torch
 
-from autopar.capture import capture
+from autopar.decoders.decoder import Architecture
+from autopar.decoders.modules import Decoder
+from autopar.decoders.stored_graphs import stored_graph
 from autopar.errors import CaptureError
 from autopar.ir import dims
 from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
@@ -23,9 +25,6 @@ from autopar.operations import products
 from autopar.operations.attention import ATTENTION, PUBLISHED_CONTEXT
 from autopar.operations.experts import PUBLISHED, PUBLISHED_FLOAT8
 from autopar.operations.losses import CROSS_ENTROPY, PUBLISHED_IN_PLACE
-from autopar.recipes.decoder import Architecture
-from autopar.recipes.modules import Decoder
-from autopar.recipes.stored_graphs import stored_graph
 
 _PRIMES = {
     **{"hidden": 1019, "ffn": 1021, "kv_heads": 1031, "head_dim": 1033, "vocab": 1013, "seq": 1009},
@@ -161,6 +160,8 @@ def with_float8(graph: Graph, recompute_cast: bool = False) -> Graph:
 
 def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:
     """The capture of the model itself, without primes."""
+    from autopar.capture import capture  # only here: a stored graph is priced without what capture imports
+
     with torch.device("meta"):
         model = Decoder(architecture, layers)
         tokens = torch.empty(2, architecture.seq, dtype=torch.long)

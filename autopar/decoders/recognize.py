@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from autopar.decoders.decoder import Architecture, Latent
 from autopar.ir.graph import Block, Graph, Node
 from autopar.operations.norms import LAYER_NORM
 from autopar.operations.pointwise import RELU
 from autopar.operations.products import LINEAR
 from autopar.operations.table import operation
-from autopar.recipes.decoder import Architecture, Latent
-from autopar.recipes.software import implementation_of
 
 _SAME_SIZE = 0.01
 """A graph is the decoder that was read off it if its parameters are as many, to this share."""
@@ -23,22 +22,10 @@ _SAME_SIZE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RecognizedDecoder:
-    """Sizes of a decoder, with the software's details left open (`written_by`), and its number of layers."""
+    """Sizes of a decoder, with the software's details left open (`software.stacks.written_by`), and its number of layers."""
 
     sizes: Architecture
     layers: int
-
-    def written_by(self, software: str) -> Architecture:
-        """The decoder as `software` writes it."""
-        from dataclasses import replace
-
-        known = implementation_of(software)
-        return replace(
-            self.sizes,
-            fused_projections=known.fused_projections,
-            float_logits=known.float_logits,
-            loss_in_place=known.loss_in_place,
-        )
 
 
 @dataclass(frozen=True, slots=True)

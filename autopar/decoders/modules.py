@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.recipes.decoder import Architecture
+from autopar.decoders.decoder import Architecture
 
 
 class Attention(nn.Module):

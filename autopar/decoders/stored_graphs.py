@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from autopar.decoders.decoder import Architecture
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.codec import decode, encode
-from autopar.recipes.decoder import Architecture
 
 
 def stored_path() -> Path:
     """The file of the package."""
-    return Path(str(files("autopar.recipes") / "data" / "decoders.json.gz"))
+    return Path(str(files("autopar.decoders") / "data" / "decoders.json.gz"))
 
 
 def stored_key(kind: Architecture, dtype: str) -> str:

@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.cost_models.hardware.stack_entries import stack_for
+from autopar.decoders.decoder import Architecture
+from autopar.decoders.recognize import RecognizedDecoder
 
 WHOLE_EXPERTS = ("megatron-bridge", "megatron-core-moe", "automodel")
 """Stacks with an expert tensor parallelism of 1: the weights of an expert are not sharded where those of all else are."""
 _PYTORCH_STACKS = ("torchtitan-fsdp2", "fms-fsdp1", "llm-foundry-fsdp1")
 _MEGATRON_STACKS = ("nemo-megatron-core", "megatron-bridge", "megatron-core")
 _NEWEST_STACKS = ("megatron-bridge", "megatron-core-moe", "nemo-megatron-core")
-_NEAREST = {"blackwell": "hopper", "hopper": "ampere", "volta": "ampere", "cdna3": "hopper", "ampere": "hopper"}
+_NEAREST = {
+    **{"blackwell": "hopper", "hopper": "ampere", "volta": "ampere", "cdna3": "hopper", "ampere": "hopper"},
+    **{"ada": "ampere", "blackwell-rtx": "ampere", "cdna4": "hopper"},
+}
 """The generation whose constants of a software stand for another that it was not measured on."""
 SENDS_ONCE = ("megatron-bridge",)
 
@@ -54,6 +59,13 @@ def implementation_of(name: str) -> Implementation:
     return _STACKS.get(name) or next(by_prefix, Implementation())
 
 
+def written_by(software: str, decoder: RecognizedDecoder) -> Architecture:
+    """The decoder as `software` writes it."""
+    known = implementation_of(software)
+    details = {name: getattr(known, name) for name in ("fused_projections", "float_logits", "loss_in_place")}
+    return replace(decoder.sizes, **details)
+
+
 def software_of(recipe: str, generation: str, mixture: bool) -> tuple[str, str] | None:
     """(software, generation of its constants) that a recipe is run on; None where nothing is known of any, as on CPUs."""
     names = (
@@ -67,9 +79,17 @@ def software_of(recipe: str, generation: str, mixture: bool) -> tuple[str, str] 
     return None
 
 
-def cluster_with(software: str, known: str, cluster: Cluster) -> Cluster:
-    """The cluster as `software` uses it, with its constants on the generation `known`. PyTorch's recipes are compiled."""
-    compiled = software in _PYTORCH_STACKS
+def cluster_with(
+    software: str,
+    known: str,
+    cluster: Cluster,
+    compiled: bool | None = None,
+    async_tp: bool | None = None,
+    ep_overlap: bool | None = None,
+) -> Cluster:
+    """The cluster as `software` uses it, with its constants on the generation `known`. PyTorch's recipes are compiled, where
+    `compiled` does not say; the other switches are those of `with_stack`."""
+    compiled = software in _PYTORCH_STACKS if compiled is None else compiled
     stack = stack_for(software, known, compiled)
     constants = dict(stack.constants) if stack is not None else None
-    return with_stack(cluster, software, compiled=compiled, constants=constants)
+    return with_stack(cluster, software, compiled=compiled, async_tp=async_tp, ep_overlap=ep_overlap, constants=constants)

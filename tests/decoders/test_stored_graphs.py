@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.oracles.published_rows import row, table
 
+from autopar.decoders.graphs import kind_of, traced
+from autopar.decoders.stored_graphs import stored_graph
 from autopar.errors import AutoparError
-from autopar.recipes.graphs import kind_of, traced
-from autopar.recipes.stored_graphs import stored_graph
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import COMPUTE
 

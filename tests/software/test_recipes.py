@@ -10,15 +10,17 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.oracles.published_rows import row, session, table
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.decoders.graphs import RunOptions, graph_of
+from autopar.decoders.recognize import recognize, same_model
 from autopar.errors import AutoparError
 from autopar.ir.plan import Precision
-from autopar.recipes.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
-from autopar.recipes.graphs import RunOptions, graph_of
-from autopar.recipes.knobs import knobs_of
-from autopar.recipes.measured import runs_of, stored_runs
-from autopar.recipes.recipe_price import MOST_EVALUATED, RecipePricer
-from autopar.recipes.recognize import recognize, same_model
 from autopar.rules.registry import default_registry
+from autopar.software.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
+from autopar.software.measured import runs_of, stored_runs
+from autopar.software.pricer import Pricer
+from autopar.software.search import FEW, rank
+from autopar.software.space import recipe_space
+from autopar.software.stacks import written_by
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
@@ -39,8 +41,8 @@ def price_error(name: str) -> tuple[float, bool]:
 
 
 def row_price_error(each: Row) -> tuple[float, bool]:
-    pricer = RecipePricer(workload_of(each))
-    found = pricer.best(recipe_of(each))
+    work = workload_of(each)
+    found = rank(Pricer(work), recipe_space(recipe_of(each)).configurations(work)).best
     assert found is not None and each.step_seconds
     return found.evaluation.step_seconds / each.step_seconds - 1, found.fits
 
@@ -94,18 +96,19 @@ def test_the_decoder_of_a_graph_is_recognized(name: str) -> None:
     assert found is not None and found.layers == each.layers
     details = dict(fused_projections=False, float_logits=True, loss_in_place=False, dropout=0.0)
     assert replace(found.sizes, dropout=0.0) == replace(wanted, **details)  # type: ignore[arg-type]
-    assert same_model(graph_of(found.written_by(each.software_stack), found.layers, "bfloat16", RunOptions()), graph)
+    assert same_model(graph_of(written_by(each.software_stack, found), found.layers, "bfloat16", RunOptions()), graph)
 
 
 def test_the_search_of_knobs_is_cheap_and_finds_the_best() -> None:
     """By evaluating every setting of the recipe."""
     each = row("dg-001", n_gpus=8, global_batch=16)
     work = workload_of(each)
-    pricer = RecipePricer(work)
-    best = pricer.best("megatron")
-    assert best is not None and pricer.evaluated <= MOST_EVALUATED + 2
-    every = [pricer.price(knobs) for knobs in knobs_of("megatron", work) if knobs.stages <= 2 and knobs.recompute == "none"]
-    least = min(one.evaluation.step_seconds for one in every if one is not None and one.fits)
+    pricer, space = Pricer(work), recipe_space("megatron")
+    best = rank(pricer, space.configurations(work)).best
+    assert best is not None and pricer.evaluated <= FEW + 2
+    some = [each for each in space.configurations(work) if each.stages <= 2 and each.recompute == "none"]
+    every = [pricer.price(configuration) for configuration in some]
+    least = min(one.evaluation.step_seconds for one in every if one.fits)
     assert best.evaluation.step_seconds <= 1.1 * least
 
 
@@ -153,10 +156,10 @@ def test_where_nothing_is_known_the_recipes_stay() -> None:
 
 def test_every_knob_divides() -> None:
     work = workload_of(row("dg-006"))
-    for number, knobs in zip(count(), knobs_of("megatron", work), strict=False):
-        data = knobs.data(work.cluster.size)
-        assert data * knobs.tensor * knobs.context * knobs.stages == work.cluster.size
-        assert data * knobs.micro * knobs.micro_batches(work.batch, work.cluster.size) == work.batch, number
+    for number, each in zip(count(), recipe_space("megatron").configurations(work), strict=False):
+        data = each.data(work.cluster.size)
+        assert data * each.tensor * each.context * each.stages == work.cluster.size
+        assert data * each.micro * each.micro_batches(work.batch, work.cluster.size) == work.batch, number
 
 
 def test_the_expert_s_configuration_is_a_seed() -> None:

@@ -12,15 +12,17 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.decoders.recognize import RecognizedDecoder, recognize, same_model
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.recipes.knobs import Knobs, Workload
-from autopar.recipes.measured import MeasuredRun, runs_of
-from autopar.recipes.recipe_price import PricedKnobs, RecipePricer
-from autopar.recipes.recognize import RecognizedDecoder, recognize, same_model
-from autopar.recipes.software import SENDS_ONCE, WHOLE_EXPERTS, cluster_with, software_of
-from autopar.recipes.stage_points import stage_point, stage_seed
 from autopar.rules.registry import default_registry
+from autopar.software.configuration import Configuration, Workload
+from autopar.software.measured import MeasuredRun, runs_of
+from autopar.software.pricer import PricedConfiguration, Pricer
+from autopar.software.search import rank
+from autopar.software.space import recipe_space
+from autopar.software.stacks import SENDS_ONCE, WHOLE_EXPERTS, cluster_with, software_of, written_by
+from autopar.software.stage_points import stage_point, stage_seed
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.result import PlanResult
@@ -36,7 +38,7 @@ def with_expert_prices(
     if decoder is None or len({group.device.name for group in cluster.groups}) > 1:
         return tuple(recipes)
     batch = options.batch or graph.batch
-    pricers: dict[str, RecipePricer | None] = {}
+    pricers: dict[str, Pricer | None] = {}
     out = []
     for each in recipes:
         key = each.recipe.key
@@ -85,9 +87,9 @@ def seeds_of(recipes: Sequence[PricedRecipe]) -> list[PlanResult]:
 
 def _pricer(
     decoder: RecognizedDecoder, graph: Graph, cluster: Cluster, software: str, batch: int, options: SearchOptions
-) -> RecipePricer | None:
+) -> Pricer | None:
     work = Workload(
-        decoder=decoder.written_by(software),
+        decoder=written_by(software, decoder),
         layers=decoder.layers,
         batch=batch,
         cluster=cluster,
@@ -96,19 +98,20 @@ def _pricer(
         once=software in SENDS_ONCE,
         whole_experts=software.startswith(WHOLE_EXPERTS),
     )
-    pricer = RecipePricer(work)
+    pricer = Pricer(work)
     try:
-        return pricer if same_model(pricer.graph(Knobs()), graph) else None
+        return pricer if same_model(pricer.graph(Configuration()), graph) else None
     except AutoparError:
         return None
 
 
 def _expert_price(
-    recipe: str, software: str, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions
+    recipe: str, software: str, pricer: Pricer, cluster: Cluster, graph: Graph, options: SearchOptions
 ) -> ExpertPrice | None:
     work = pricer.work
+    assert work.decoder is not None
     try:
-        found = pricer.best(recipe)
+        found = rank(pricer, recipe_space(recipe).configurations(work)).best
     except AutoparError as error:
         return ExpertPrice(software, problem=str(error))
     runs = [run for run in runs_of(work.decoder, work.layers, cluster, work.batch) if run.recipe == recipe]
@@ -119,10 +122,10 @@ def _expert_price(
         return ExpertPrice(software, problem=f"a batch of {work.batch} divides by no such degrees", measured=measured)
     seed = _seed(found, pricer, cluster, graph, options) if found.fits else None
     own = seed.evaluation if seed is not None else _on_our_kernels(found, pricer, cluster) if found.fits else None
-    stage = stage_point(found.knobs, graph, cluster) if seed is None and own is not None and own.fits else None
+    stage = stage_point(found.configuration, graph, cluster) if seed is None and own is not None and own.fits else None
     return ExpertPrice(
         software,
-        described(found, work),
+        found.configuration.describe(work),
         found.evaluation,
         measured=measured,
         measured_seconds=exact.step_seconds if exact is not None else None,
@@ -133,29 +136,6 @@ def _expert_price(
     )
 
 
-def described(found: PricedKnobs, work: Workload) -> str:
-    """``tp=4 pp=4 x 5 chunks cp=2 dp=2, ZeRO-1, sequence parallel, 64 micro-batches of 1``."""
-    knobs = found.knobs
-    pipeline = f"pp={knobs.stages}" + f" x {knobs.virtual} chunks" * (knobs.virtual > 1)
-    degrees = (
-        [f"tp={knobs.tensor}"] * (knobs.tensor > 1)
-        + [pipeline] * (knobs.stages > 1)
-        + [f"cp={knobs.context}"] * (knobs.context > 1)
-    )
-    degrees += [f"ep={knobs.experts}"] * (knobs.experts > 1) + [f"dp={knobs.data(work.cluster.size)}"]
-    count = knobs.micro_batches(work.batch, work.cluster.size)
-    parts = [
-        " ".join(degrees),
-        *([f"ZeRO-{knobs.zero}"] * (knobs.zero > 0)),
-        *([f"state in groups of {knobs.group}"] * bool(knobs.group)),
-    ]
-    parts += ["sequence parallel"] * (knobs.tensor > 1 and work.sequence_parallel) + [
-        f"{count} micro-batches of {knobs.micro}"
-    ] * (count > 1)
-    again = {"everything": "full", "products": "selective"}.get(knobs.recompute, knobs.recompute)
-    return ", ".join([*parts, *([f"{again} recomputation"] * (again != "none"))])
-
-
 def _run_text(run: MeasuredRun, batch: int) -> str:
     precision = f" in {run.precision}" if run.precision != "bf16" else ""
     if run.batch == batch:
@@ -164,7 +144,7 @@ def _run_text(run: MeasuredRun, batch: int) -> str:
     return f"{rate} at batch {run.batch} ({run.software}{precision}, {run.id})"
 
 
-def _better_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> str:
+def _better_kernels(found: PricedConfiguration, pricer: Pricer, cluster: Cluster) -> str:
     before, after = cluster.device, pricer.work.cluster.device
     pairs = (
         ("matrix products", before.matmul_fraction, after.matmul_fraction, "the peak"),
@@ -173,7 +153,7 @@ def _better_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) 
     )
     better = [f"{what} at {then:.2f} of {of}, ours at {now:.2f}" for what, now, then, of in pairs if then > now * 1.02]
     overlap = ["collectives of the tensor axis overlapped"] * (
-        pricer.work.cluster.overlap.model_parallel and not cluster.overlap.model_parallel and found.knobs.tensor > 1
+        pricer.work.cluster.overlap.model_parallel and not cluster.overlap.model_parallel and found.configuration.tensor > 1
     )
     return "; ".join([*better, *overlap])
 
@@ -195,20 +175,22 @@ def _reason(price: ExpertPrice, plan_seconds: float) -> str:
     return f"{text}: {kernels}; the same configuration on our programs' kernels would take {ours:.3g} s"
 
 
-def _seed(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster, graph: Graph, options: SearchOptions) -> PlanResult | None:
+def _seed(
+    found: PricedConfiguration, pricer: Pricer, cluster: Cluster, graph: Graph, options: SearchOptions
+) -> PlanResult | None:
     """The configuration on the model itself, by our programs. None with context or expert parallelism, which a fixed
     configuration of a captured model has not (`stage_points`)."""
-    if found.knobs.context > 1 or found.knobs.experts > 1:
+    if found.configuration.context > 1 or found.configuration.experts > 1:
         return None
     try:
-        return price_configuration(graph, cluster, pricer.configuration(found.knobs), options.registry or default_registry())
+        return price_configuration(graph, cluster, found.configuration.fixed(pricer.work), options.registry or default_registry())
     except AutoparError:
         return None
 
 
-def _on_our_kernels(found: PricedKnobs, pricer: RecipePricer, cluster: Cluster) -> Evaluation | None:
+def _on_our_kernels(found: PricedConfiguration, pricer: Pricer, cluster: Cluster) -> Evaluation | None:
     try:
-        graph, candidate = pricer.candidate(found.knobs)
+        graph, candidate = pricer.candidate(found.configuration)
         return evaluate(graph, candidate, cluster, pricer.work.optimizer)
     except AutoparError:
         return None

@@ -14,8 +14,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.recipes.knobs import Knobs
 from autopar.rules.registry import default_registry
+from autopar.software.configuration import Configuration
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.result import PlanResult
@@ -26,26 +26,28 @@ from autopar.solve.space.pipeline_grid import schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 
 
-def stage_mesh(knobs: Knobs, size: int) -> Mesh | None:
+def stage_mesh(configuration: Configuration, size: int) -> Mesh | None:
     """The mesh of one stage on a cluster of `size` devices. The context is outside of the tensor axis, which joins neighbours;
     the expert axis, whose ranks have batches of their own, takes its ranks from the data axis; where these are too few, the
     tensor axis takes part in dealing experts out. None where context and experts are cut, or these degrees do not divide."""
-    data = knobs.data(size)
-    if knobs.experts > 1:
-        dealt = knobs.experts if data % knobs.experts == 0 else knobs.experts // knobs.tensor
-        if knobs.context > 1 or not dealt or data % dealt:
+    data = configuration.data(size)
+    if configuration.experts > 1:
+        dealt = configuration.experts if data % configuration.experts == 0 else configuration.experts // configuration.tensor
+        if configuration.context > 1 or not dealt or data % dealt:
             return None
-        return mesh_of(data // dealt, knobs.tensor, ep=dealt)
-    return mesh_of(data, knobs.context, knobs.tensor)
+        return mesh_of(data // dealt, configuration.tensor, ep=dealt)
+    return mesh_of(data, configuration.context, configuration.tensor)
 
 
-def stage_point(knobs: Knobs, graph: Graph, cluster: Cluster) -> tuple[GridPoint, int] | None:
+def stage_point(configuration: Configuration, graph: Graph, cluster: Cluster) -> tuple[GridPoint, int] | None:
     """The pipeline of these degrees for `graph` at its batch, and its chunks per stage. None where it is no pipeline, or its
     stages have no mesh."""
-    mesh = stage_mesh(knobs, cluster.size)
-    if mesh is None or knobs.stages == 1:
+    mesh = stage_mesh(configuration, cluster.size)
+    if mesh is None or configuration.stages == 1:
         return None
-    return GridPoint(mesh, knobs.micro_batches(graph.batch, cluster.size), stages=knobs.stages), knobs.virtual
+    return GridPoint(
+        mesh, configuration.micro_batches(graph.batch, cluster.size), stages=configuration.stages
+    ), configuration.virtual
 
 
 def stage_seed(point: GridPoint, virtual: int, graph: Graph, cluster: Cluster, options: SearchOptions) -> PlanResult | None:
