@@ -151,6 +151,7 @@ def _arguments(path: str, text: str) -> dict[str, Entry]:
                     before = out[waiting].value
                     out[waiting] = Entry(f"{before} {word}".strip(), out[waiting].line)
                     waiting = waiting if key_takes_several(waiting) else ""
+        waiting = waiting if code.rstrip().endswith("\\") else ""
     if not out:
         raise ConfigError(f"{path}:1: no arguments: write --key value")
     return out

@@ -79,7 +79,7 @@ def read(entries: Entries, given: Given) -> Job:
             raise entries.error(
                 "fsdp_config.fsdp_sharding_strategy", f"{strategy[:40]} is no strategy: write FULL_SHARD or SHARD_GRAD_OP"
             )
-        reshard = str(entries.raw("fsdp_config.fsdp_reshard_after_forward") or "").lower()
+        reshard = str(entries.raw("fsdp_config.fsdp_reshard_after_forward")).lower()
         zero = 2 if reshard in ("false", "shard_grad_op") else zero
         if "HYBRID" in strategy or strategy in ("4", "5"):
             sharded = devices // entries.whole("num_machines", default=1)

@@ -56,7 +56,13 @@ _STAGE = (
         "zero_nontrainable_weights",
         "super_offload",
     ),
-    *("use_multi_rank_bucket_allreduce", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "cpuadam_cores_perc"),
+    *(
+        "use_multi_rank_bucket_allreduce",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "cpuadam_cores_perc",
+    ),
 )
 
 RULES = (

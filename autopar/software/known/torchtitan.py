@@ -54,6 +54,8 @@ _TRAINING = (
     *("mixed_precision_param", "mixed_precision_reduce", "gc_freq", "gc_debug", "dataset_path", "batch_size", "compile", "seed"),
     *("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length", "disable_cuda_graphs"),
     *("deterministic", "debug_moe_force_load_balance", "warmup_steps", "max_cps", "dataloader"),
+    *("tensor_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree", "enable_loss_parallel"),
+    *("fsdp_reshard_after_forward", "data_parallel_degree", "compile_rmsnorm", "norm_type", "sequence_parallel_degree"),
 )
 _CHECKPOINTING = (
     *("mode", "selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget"),
