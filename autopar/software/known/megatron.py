@@ -125,7 +125,7 @@ def read(entries: Entries, given: Given) -> Job:
     configuration = Configuration(
         tensor=tensor, context=context, experts=experts, stages=stages, virtual=max(1, virtual), zero=zero, micro=micro,
         recompute=given.recompute or word, share=share, offload=truth("optimizer-cpu-offload"),
-        layers=layout if len(layout) == stages * max(1, virtual) > 1 and (not layers or sum(layout) == layers) else (),
+        layers=layout if _is_dealt(layout, stages * max(1, virtual), layers) else (),
         sequence_parallel=truth("sequence-parallel", False) and tensor > 1,
     )  # fmt: skip
     overlap = entries.truth(*_name("tp-comm-overlap"), default=bridge and tensor > 1)
@@ -134,6 +134,11 @@ def read(entries: Entries, given: Given) -> Job:
         model=str(entries.raw("recipe", "--recipe", "model.name") or ""), async_tp=overlap,
         ep_overlap=truth("overlap-moe-expert-parallel-comm", False), assumed=tuple(assumed),
     )  # fmt: skip
+
+
+def _is_dealt(layout: tuple[int, ...], chunks: int, layers: int) -> bool:
+    """Whether a layout gives layers to every chunk (one with the loss alone is priced as if layers were dealt evenly)."""
+    return len(layout) == chunks > 1 and min(layout) > 0 and (not layers or sum(layout) == layers)
 
 
 def _script_devices(entries: Entries) -> int:

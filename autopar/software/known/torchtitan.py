@@ -262,21 +262,15 @@ def _schedule_name(each: Configuration) -> str:
 
 
 def write_arguments(job: Job) -> dict[str, Any]:
-    """The arguments of releases from 0.3 on, which have no TOML."""
+    """The arguments of release 0.3, which has no TOML: a configuration of its registry, and what differs."""
     each, toml = job.configuration, write(job)
-    skipped = ("model.", "activation_checkpoint.", "training.local", "training.global", "training.seq", "compile.")
-    moved = ("parallelism.enable_async_tensor_parallel", "parallelism.pipeline_parallel_microbatch_size")
-    kept = {key: value for key, value in toml.items() if not key.startswith(skipped) and key not in moved}
+    skipped = ("model.", "activation_checkpoint.", "compile.", "parallelism.enable_async")
     names = {name: key for key, name in _NAMES.items()}
     model, flavor = names.get(job.model, ("llama3", "8b"))
     return {
         "module": model,
         "config": f"{model}_{flavor.replace('-', '_')}",
-        "training.num_tokens_per_microbatch_per_dp_rank": each.micro * job.seq,
-        "training.num_tokens_per_train_step": job.batch * job.seq,
-        "training.max_context_length": job.seq,
-        **kept,
-        "parallelism.num_pp_microbatches": job.steps if each.stages > 1 else None,
+        **{key: value for key, value in toml.items() if not key.startswith(skipped)},
         "compile.enable": True if job.compiled is not False else None,
         "compile.enable_async_tensor_parallel": True if job.async_tp and each.tensor > 1 else None,
     }
