@@ -113,6 +113,8 @@ def read(entries: Entries, given: Given) -> Job:
         else int(truth("use-distributed-optimizer", bridge))
     )
     micro, batch = whole("micro-batch-size", given.micro or 1), whole("global-batch-size", given.batch)
+    if truth("cpu-offloading"):
+        assumed.append("activations that cpu_offloading moves to the host count as if they stayed")
     devices = given.devices or whole("world-size") or _script_devices(entries)
     data = max(1, devices // (tensor * stages * context))
     if not batch:
