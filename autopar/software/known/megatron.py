@@ -47,6 +47,11 @@ RULES = (
     context_divides(_ARGUMENTS),
     experts_divide(_ARGUMENTS),
     Rule(
+        "ep={experts} does not divide the ranks of a stage (dp={data} x cp={context} x tp={tensor}): choose a divisor",
+        lambda job, _: job.data * job.configuration.context * job.configuration.tensor % job.configuration.experts == 0,
+        _PARALLEL,
+    ),
+    Rule(
         "{layers} layers do not fill pp={stages} x {virtual} chunks: choose fewer",
         _layers_split,
         _ARGUMENTS,
