@@ -271,6 +271,7 @@ def write_arguments(job: Job) -> dict[str, Any]:
         "module": model,
         "config": f"{model}_{flavor.replace('-', '_')}",
         **{key: value for key, value in toml.items() if not key.startswith(skipped)},
+        "training.disable_cuda_graphs": True if each.stages > 1 or each.experts > 1 else None,
         "compile.enable": True if job.compiled is not False else None,
         "compile.enable_async_tensor_parallel": True if job.async_tp and each.tensor > 1 else None,
     }
