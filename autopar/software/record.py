@@ -76,7 +76,7 @@ Holds = Callable[[Job, RecognizedDecoder | None], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Constraint:
     """A constraint: `holds` of a job and its model (None: no decoder), the `reason` for people (with fields of `facts`), and
     where the software says so."""
 
@@ -123,7 +123,7 @@ class Software:
     style: str
     file: str
     space: Space
-    rules: tuple[Rule, ...]
+    rules: tuple[Constraint, ...]
     stack: Callable[[str, bool], tuple[str, str]]
     recognizes: Callable[[Entries], bool]
     read: Callable[[Entries, Given], Job]

@@ -19,8 +19,8 @@ import pytest
 from autopar.decoders.from_config import decoder_named
 from autopar.software.configuration import Configuration
 from autopar.software.files.text import text_of
+from autopar.software.known.registry import known_software
 from autopar.software.record import Job
-from autopar.software.registry import known_software
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("AUTOPAR_SOFTWARE_PACKAGES", ROOT.parent / "software-packages"))

@@ -14,10 +14,10 @@ from autopar.software.choose import choose, files_of
 from autopar.software.configuration import Configuration
 from autopar.software.fit import fit, read_job
 from autopar.software.jobs import workload_of
+from autopar.software.known.registry import known_software
 from autopar.software.models import Model, model_of
 from autopar.software.pricer import Pricer
 from autopar.software.record import Given, Job
-from autopar.software.registry import known_software
 from autopar.software.search import rank
 from autopar.software.spending import measurement, offer_of, spending_of
 

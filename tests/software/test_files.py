@@ -14,8 +14,8 @@ from autopar.software.files.formats import read_entries
 from autopar.software.files.text import changed_text, text_of
 from autopar.software.fit import read_job
 from autopar.software.known.megatron import layers_of, layout_of
+from autopar.software.known.registry import known_software
 from autopar.software.record import Given, Job, Software
-from autopar.software.registry import known_software
 
 MODEL = decoder_named("llama3-8b", 8192)
 MIXTURE = decoder_named("qwen3-30b-a3b", 4096)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print a row for each cluster and software, the cheapest first. 3: the model fits on none of them."""
+    from autopar.software.known.registry import known_software, software_named
     from autopar.software.models import model_of
-    from autopar.software.registry import known_software, software_named
     from autopar.software.spending import measurement, offer_of, spending_of
 
     names = list(filter(None, arguments.software.split(",")))

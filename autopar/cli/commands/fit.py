@@ -65,7 +65,7 @@ def _fit(path: str, arguments: argparse.Namespace, console: Console) -> Fit:
 
 
 def captured(console: Console) -> Any:
-    """What loads and captures a model that is no decoder by name."""
+    """Return a function that loads and captures a model that is no decoder by name."""
 
     def capture_model(source: str, seq: int) -> Any:
         from autopar.capture import capture

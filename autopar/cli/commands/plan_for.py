@@ -23,8 +23,8 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.errors import AutoparError
     from autopar.files import write_whole
     from autopar.software.choose import choose, files_of
+    from autopar.software.known.registry import software_named
     from autopar.software.models import model_of
-    from autopar.software.registry import software_named
 
     software = software_named(arguments.software)
     if arguments.force:
@@ -92,7 +92,7 @@ def _show(found: Choice, best: PricedConfiguration, console: Console) -> None:
 
 
 def _why(each: PricedConfiguration, best: PricedConfiguration) -> str:
-    """What a configuration spends its time on, beside the best."""
+    """Say on what a configuration spends more time than the best."""
     if each is best:
         return ""
     one, other = each.evaluation, best.evaluation

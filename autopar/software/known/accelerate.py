@@ -8,7 +8,7 @@ from typing import Any
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, context_divides, heads_divide, kv_heads_divide, world_size
-from autopar.software.record import Given, Job, Rule, Software, Source
+from autopar.software.record import Constraint, Given, Job, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
@@ -43,8 +43,8 @@ RULES = (
     kv_heads_divide(_PARALLEL),
     batch_divides(_PLUGIN),
     context_divides(_PARALLEL),
-    Rule("tp or cp beside data parallelism without sharding: set dp_shard_size above 1", _composes, _PARALLEL),
-    Rule("it has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _PARALLEL),
+    Constraint("tp or cp beside data parallelism without sharding: set dp_shard_size above 1", _composes, _PARALLEL),
+    Constraint("it has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _PARALLEL),
 )
 
 

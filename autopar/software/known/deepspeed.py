@@ -8,7 +8,7 @@ from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, heads_divide, world_size
-from autopar.software.record import Given, Job, Rule, Software, Source
+from autopar.software.record import Constraint, Given, Job, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
@@ -69,13 +69,15 @@ RULES = (
     world_size(_CONFIG),
     heads_divide(_CONFIG),
     batch_divides(_CONFIG),
-    Rule(
+    Constraint(
         "the state is in groups of {group}, which does not divide {data} ranks: choose a divisor",
         lambda job, _: not job.configuration.group or (job.data > 0 and job.data % job.configuration.group == 0),
         _ZERO,
     ),
-    Rule("it has no context parallelism of its own here", lambda job, _: job.configuration.context == 1, _CONFIG),
-    Rule("stages of a pipeline are written as a PipelineModule, not here", lambda job, _: job.configuration.stages == 1, _CONFIG),
+    Constraint("it has no context parallelism of its own here", lambda job, _: job.configuration.context == 1, _CONFIG),
+    Constraint(
+        "stages of a pipeline are written as a PipelineModule, not here", lambda job, _: job.configuration.stages == 1, _CONFIG
+    ),
 )
 
 

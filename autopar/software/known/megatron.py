@@ -18,7 +18,7 @@ from autopar.software.known.common import (
     kv_heads_divide,
     world_size,
 )
-from autopar.software.record import Given, Job, Rule, Software, Source
+from autopar.software.record import Constraint, Given, Job, Software, Source
 from autopar.software.space import Space
 from autopar.software.stacks import software_of
 
@@ -46,27 +46,27 @@ RULES = (
     batch_divides(_ARGUMENTS),
     context_divides(_ARGUMENTS),
     experts_divide(_ARGUMENTS),
-    Rule(
+    Constraint(
         "ep={experts} does not divide the ranks of a stage (dp={data} x cp={context} x tp={tensor}): choose a divisor",
         lambda job, _: job.data * job.configuration.context * job.configuration.tensor % job.configuration.experts == 0,
         _PARALLEL,
     ),
-    Rule(
+    Constraint(
         "{layers} layers do not fill pp={stages} x {virtual} chunks: choose fewer",
         _layers_split,
         _ARGUMENTS,
     ),
-    Rule(
+    Constraint(
         "{steps} micro-batches are no multiple of pp={stages}, which several chunks a stage ask for: change the batch",
         lambda job, _: job.configuration.virtual == 1 or job.steps % job.configuration.stages == 0,
         _SCHEDULES,
     ),
-    Rule(
+    Constraint(
         "several chunks a stage need pp of at least 2: take out the virtual pipeline",
         lambda job, _: job.configuration.virtual == 1 or job.configuration.stages > 1,
         _ARGUMENTS,
     ),
-    Rule(
+    Constraint(
         "ep={experts} with tp={tensor} needs --sequence-parallel",
         lambda job, _: job.configuration.experts == 1 or job.configuration.tensor == 1 or job.configuration.sequence_parallel,
         _PARALLEL,

@@ -15,7 +15,7 @@ from autopar.software.known.common import (
     kv_heads_divide,
     world_size,
 )
-from autopar.software.record import Given, Job, Rule, Software, Source
+from autopar.software.record import Constraint, Given, Job, Software, Source
 from autopar.software.space import Space
 from autopar.software.stacks import software_of
 
@@ -74,24 +74,24 @@ RULES = (
     kv_heads_divide(_CONFIGS),
     batch_divides(_CONFIGS),
     context_divides(_CONFIGS),
-    Rule(
+    Constraint(
         "ep={experts} does not divide dp x cp x tp: choose a divisor",
         lambda job, _: job.data * job.configuration.context * job.configuration.tensor % job.configuration.experts == 0,
         _DIMS,
     ),
     experts_divide(_CONFIGS),
-    Rule("{stages} x {virtual} stages are more than {layers} layers can fill: choose fewer", _stages_are_filled, _CONFIGS),
-    Rule(
+    Constraint("{stages} x {virtual} stages are more than {layers} layers can fill: choose fewer", _stages_are_filled, _CONFIGS),
+    Constraint(
         "{steps} micro-batches are fewer than pp={stages}: the pipeline is never full, give more of them",
         lambda job, _: job.configuration.stages == 1 or job.steps >= job.configuration.stages,
         _PIPELINES,
     ),
-    Rule(
+    Constraint(
         "{steps} micro-batches are no multiple of pp={stages}, which Interleaved1F1B asks for: change the batch",
         lambda job, _: job.configuration.virtual == 1 or job.steps % job.configuration.stages == 0,
         _PIPELINES,
     ),
-    Rule(
+    Constraint(
         "it computes in bfloat16 or float32, not {precision}", lambda job, _: job.precision in ("bf16", "fp32", "fp8"), _CONFIGS
     ),
 )

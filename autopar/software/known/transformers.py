@@ -9,7 +9,7 @@ from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known import deepspeed
 from autopar.software.known.common import batch_divides, world_size
-from autopar.software.record import Given, Job, Rule, Software, Source
+from autopar.software.record import Constraint, Given, Job, Software, Source
 from autopar.software.space import Space
 
 _ARGUMENTS = Source("huggingface/transformers", "src/transformers/training_args.py", "v5.23.0")
@@ -36,10 +36,10 @@ _TOP = (
 RULES = (
     world_size(_ARGUMENTS),
     batch_divides(_ARGUMENTS),
-    Rule(
+    Constraint(
         "the Trainer has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _ARGUMENTS
     ),
-    Rule(
+    Constraint(
         "the arguments have no tensor parallelism: load the model with tp_plan",
         lambda job, _: job.configuration.tensor == 1,
         _ARGUMENTS,

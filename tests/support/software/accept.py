@@ -78,7 +78,7 @@ def deepspeed(path: Path) -> dict[str, Any]:
         "zero": found.zero_optimization_stage,
         "micro": found.train_micro_batch_size_per_gpu,
         "batch": found.train_batch_size,
-        "offload": bool(offload and str(offload.device.value) == "cpu"),
+        "offload": bool(offload and getattr(offload.device, "value", offload.device) == "cpu"),
     }
 
 
