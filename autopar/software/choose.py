@@ -62,7 +62,7 @@ def files_of(choice: Choice, priced: PricedConfiguration) -> dict[str, str]:
     software, job = choice.software, choice.job_of(priced)
     head = (
         f"{priced.configuration.describe(choice.work)}\n"
-        f"{job.devices} devices, batch {job.batch} x {job.seq}; predicted {priced.evaluation.step_seconds:.4g} s a step\n"
+        f"{job.devices} devices, batch {job.size}; predicted {priced.evaluation.step_seconds:.4g} s a step\n"
         f"{software.run}"
     )
     main = text_of(software.style, software.write(job), head)

@@ -56,6 +56,11 @@ class Job:
         return self.devices // model if self.devices % model == 0 else 0
 
     @property
+    def size(self) -> str:
+        """The batch in words: ``128 x 8192`` where there are sequences."""
+        return f"{self.batch} x {self.seq}" if self.seq else str(self.batch)
+
+    @property
     def steps(self) -> int:
         """Micro-batches of a step."""
         return max(1, -(-self.batch // max(1, self.data * self.configuration.micro)))

@@ -130,3 +130,8 @@ def test_words_of_a_configuration() -> None:
     assert text == (
         "tp=2 pp=2 x 2 chunks dp=2, ZeRO-1, sequence parallel, 8 micro-batches of 1, full recomputation of 50% of the layers"
     )
+
+
+def test_a_model_that_is_no_decoder_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "bert-tiny", "--cluster", "local:4", "--batch", "16", "--for", "transformers", "--json"]) == 0
+    assert '"per_device_train_batch_size"' in capsys.readouterr().out.replace("\\", "")

@@ -73,14 +73,16 @@ def captured(console: Console) -> Any:
 
         console.progress(f"capturing {source}")
         loaded = load_model(source, None, seq or None)
-        return capture(loaded.model, loaded.example_inputs, compute_dtype="bfloat16")
+        example = loaded.example_inputs
+        arguments = ((), example) if isinstance(example, dict) else (example, {})
+        return capture(loaded.model, *arguments, compute_dtype="bfloat16")
 
     return capture_model
 
 
 def _show(found: Fit, console: Console) -> None:
     job, software = found.job, found.software
-    title = f"{found.path}: {software.title}, {found.model.name} on {found.work.cluster.name}, batch {job.batch} x {job.seq}"
+    title = f"{found.path}: {software.title}, {found.model.name} on {found.work.cluster.name}, batch {job.size}"
     rows = [("configuration", job.configuration.describe(found.work) if job.data else "-")]
     if found.priced is None:
         rows += [("does not start", f"{reason} ({source})") for reason, source in found.problems]

@@ -73,12 +73,12 @@ def _show(found: Choice, best: PricedConfiguration, console: Console) -> None:
         )
         for number, each in enumerate(found.ranking.priced[:_SHOWN], 1)
     ]
-    title = f"{software.title}: {job.model} on {found.work.cluster.name}, batch {job.batch} x {job.seq}, {job.precision}"
+    title = f"{software.title}: {job.model} on {found.work.cluster.name}, batch {job.size}, {job.precision}"
     console.table(title, ("", "configuration", "step", "peak memory", "headroom", "", "beside the first"), rows)
-    tokens = job.batch * job.seq / cost.step_seconds / job.devices
+    rate, unit = job.batch * (job.seq or 1) / cost.step_seconds / job.devices, "tokens" if job.seq else "samples"
     console.text(
         f"{seconds(cost.step_seconds)} a step ({seconds(low)} to {seconds(high)} as published runs err), "
-        f"{tokens:.4g} tokens/s a device, {percent(cost.mfu)} of peak"
+        f"{rate:.4g} {unit}/s a device, {percent(cost.mfu)} of peak"
     )
     console.text(
         f"{found.ranking.counted} configurations, {len(found.ranking.priced)} priced; the others cannot be faster or do not fit"
