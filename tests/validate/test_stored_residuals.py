@@ -12,7 +12,7 @@ from autopar.validate.residuals import all_residuals
 
 @pytest.mark.slow
 def test_stored_residuals_are_those_of_the_table() -> None:
-    """Else ``python tests/benchmarks/store_residuals.py`` is due."""
+    """Else ``python tests/benchmarks/store_measured_runs.py --residuals`` is due."""
     found = all_residuals(report(session().price(table().values())).points)
     for kind, pairs in stored_residuals().items():
         assert [source for source, _ in pairs] == [source for source, _ in found[kind]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, percent, seconds, size
 
 if TYPE_CHECKING:
+    from autopar.ir.graph import Graph
     from autopar.software.fit import Fit
 
 DEFAULT_NODE = "dgx-h100"
@@ -64,18 +66,19 @@ def _fit(path: str, arguments: argparse.Namespace, console: Console) -> Fit:
     return fit(path, software, entries, job, model, cluster, 0 if arguments.quick else 3)
 
 
-def captured(console: Console) -> Any:
+def captured(console: Console) -> Callable[[str, int], Graph]:
     """Return a function that loads and captures a model that is no decoder by name."""
 
-    def capture_model(source: str, seq: int) -> Any:
+    def capture_model(source: str, seq: int) -> Graph:
         from autopar.capture import capture
         from autopar.capture.models import load_model
 
         console.progress(f"capturing {source}")
         loaded = load_model(source, None, seq or None)
         example = loaded.example_inputs
-        arguments = ((), example) if isinstance(example, dict) else (example, {})
-        return capture(loaded.model, *arguments, compute_dtype="bfloat16")
+        if isinstance(example, dict):
+            return capture(loaded.model, (), example, compute_dtype="bfloat16")
+        return capture(loaded.model, example, compute_dtype="bfloat16")
 
     return capture_model
 

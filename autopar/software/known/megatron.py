@@ -123,7 +123,8 @@ def read(entries: Entries, given: Given) -> Job:
     devices = given.devices or whole("world-size") or _script_devices(entries)
     data = max(1, devices // (tensor * stages * context))
     if not batch:
-        batch, _ = data * micro, assumed.append("one micro-batch a data rank, as no --global-batch-size is given")
+        batch = data * micro
+        assumed.append("one micro-batch a data rank, as no --global-batch-size is given")
     fp8 = entries.word(*_name("fp8-format"), *_name("fp8"), default="") or (
         "fp8" in str(entries.raw("mixed_precision") or "") and "fp8"
     )
