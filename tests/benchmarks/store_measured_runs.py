@@ -1,5 +1,5 @@
-"""Writes what the public table says of other software into ``autopar/software/data``: ``measured_runs.csv`` (takes a second) and, with
-``--residuals``, ``residuals.json`` (prices the table). ``python tests/benchmarks/store_measured_runs.py``."""
+"""Writes what the public table says of other software into ``autopar/software/data``: ``measured_runs.csv`` (takes a second) and,
+with ``--residuals``, ``residuals.json`` (prices the table). ``python tests/benchmarks/store_measured_runs.py``."""
 
 from __future__ import annotations
 
