@@ -81,6 +81,11 @@ RULES = (
 )
 
 
+_BUCKET = 5e8
+"""Elements of a bucket of gradients where the file does not say it (`reduce_bucket_size`, deepspeed/runtime/zero/config.py)."""
+_LEAST_BUCKET = 2**16
+
+
 def recognizes(entries: Entries) -> bool:
     """Whether it is DeepSpeed's JSON."""
     sections = {key.partition(".")[0] for key in entries.values}
@@ -126,6 +131,9 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     offload = entries.raw(f"{prefix}zero_optimization.offload_optimizer.device") in ("cpu", "nvme") or entries.truth(
         f"{prefix}zero_optimization.cpu_offload"
     )
+    bucket = entries.raw(f"{prefix}zero_optimization.reduce_bucket_size") or _BUCKET
+    if stage and isinstance(bucket, int | float) and bucket >= _BUCKET:
+        assumed.append(f"reduce_bucket_size {bucket:.1e}: its buffer, {2 * bucket / 2**30:.1f} GiB in 16 bits, is not counted")
     checkpointing = any(key.startswith(f"{prefix}activation_checkpointing") for key in entries.values)
     if checkpointing:
         assumed.append("layers are recomputed, as activation_checkpointing is set up")
@@ -152,8 +160,10 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
 
 
 def write(job: Job) -> dict[str, Any]:
-    """The keys of the JSON."""
+    """The keys of the JSON. Buckets have the size of a square matrix of the model, as the Trainer makes them: DeepSpeed allocates
+    them whole, and their default of 5e8 elements is a gigabyte."""
     each = job.configuration
+    bucket = max(job.decoder.sizes.hidden**2, _LEAST_BUCKET) if job.decoder is not None else None
     return {
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": each.micro,
@@ -163,6 +173,7 @@ def write(job: Job) -> dict[str, Any]:
         "zero_optimization.stage": each.zero,
         "zero_optimization.overlap_comm": True if each.zero else None,
         "zero_optimization.contiguous_gradients": True if each.zero else None,
+        "zero_optimization.reduce_bucket_size": bucket if each.zero else None,
         "zero_optimization.zero_hpz_partition_size": each.group or None,
         "zero_optimization.offload_optimizer.device": "cpu" if each.offload else None,
         "zero_optimization.offload_optimizer.pin_memory": True if each.offload else None,
