@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.software import FOLDER
 
 from autopar.decoders.from_config import decoder_named
 from autopar.software.configuration import Configuration
@@ -23,7 +24,6 @@ from autopar.software.known.registry import known_software
 from autopar.software.record import Job
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(os.environ.get("AUTOPAR_SOFTWARE_PACKAGES", ROOT.parent / "software-packages"))
 ACCEPT = ROOT / "tests" / "support" / "software" / "accept.py"
 SMALL = {
     "accelerate": [Configuration(zero=3, micro=2), Configuration(zero=2, tensor=2, micro=1, recompute="full")],
