@@ -24,9 +24,9 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
 from autopar.options import PlanOptions
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
-from autopar.recipes.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
+from autopar.software.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of

@@ -81,6 +81,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def amount(text: str) -> float:
+    """A number above 0, as 1e12."""
+    try:
+        value = float(text) if text.isascii() else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, as 1e12")
+    return value
+
+
 def share(text: str) -> float:
     """A share, from 0 to below 1."""
     if not 0 <= (value := _number(text)) < 1:
@@ -141,6 +152,32 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=_usable_processes(), metavar="N", help=help_)
 
 
+def _other_software(add: Callable[[str, str, str], argparse.ArgumentParser], plan: argparse.ArgumentParser) -> None:
+    """``plan --for``, ``fit`` and ``compare-clusters``."""
+    plan.add_argument(
+        "--for", dest="software", default="autopar", metavar="SOFTWARE",
+        help="autopar (default), megatron, torchtitan, deepspeed, accelerate or transformers: what it should be set to",
+    )  # fmt: skip
+    fit = add("fit", "fit", "whether configurations of other software start and fit, and what is better")
+    fit.add_argument("config", metavar="CONFIG", nargs="+", help="shell script of arguments, overrides, TOML, YAML or JSON")
+    fit.add_argument("--model", metavar="MODEL", help=f"where the file does not say it: {MODEL_HELP}")
+    fit.add_argument("--cluster", metavar="C", help=CLUSTER_HELP)
+    fit.add_argument("--for", dest="software", default="", metavar="SOFTWARE", help="whose file it is, where that cannot be told")
+    fit.add_argument("--batch", type=positive, metavar="N", help="global batch, where the file does not say it")
+    fit.add_argument("--micro", type=positive, metavar="N", help="sequences of a micro-batch, where the file does not say it")
+    fit.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, where the file does not say it")
+    fit.add_argument("--recompute", choices=("none", "selective", "full"), help="recomputation, where the script decides it")
+    fit.add_argument("--quick", action="store_true", help="look for nothing better")
+    which = add("compare-clusters", "compare_clusters", "time and money of a training run on several clusters")
+    which.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    which.add_argument("clusters", metavar="CLUSTER@PRICE", nargs="+", help="as dgx-h100:16@2.5: price of a device for an hour")
+    which.add_argument("--tokens", type=amount, required=True, metavar="T", help="of the run, as 1e12")
+    which.add_argument("--batch", type=positive, required=True, metavar="N", help="global batch: sequences of one step")
+    which.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence")
+    which.add_argument("--dtype", default="bf16", help="bf16 (default), fp16, fp32 or fp8")
+    which.add_argument("--for", dest="software", default="", metavar="SOFTWARE,...", help="only with these (default: all)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser. ``arguments.run(arguments, console)`` runs the command."""
     parser = Parser(prog="autopar", description="Automatic parallelization of PyTorch models: plan, rewrite, run.")
@@ -163,7 +200,8 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
-    plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan")
+    plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")
+    _other_software(add, plan)
 
     inspect = add("inspect", "inspect", "show what a plan chose, at each level")
     inspect.add_argument("plan", metavar="plan.json")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from autopar.decoders.decoder import Architecture, Latent
 from autopar.errors import AutoparError
-from autopar.recipes.decoder import Architecture, Latent
-from autopar.recipes.software import implementation_of
+from autopar.software.stacks import implementation_of
 from autopar.validate.rows import Row
 
 

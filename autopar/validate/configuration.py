@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
 from autopar.cost_models.hardware.cluster_file import GIB
 from autopar.ir.plan import Precision
-from autopar.recipes.software import WHOLE_EXPERTS
+from autopar.software.stacks import WHOLE_EXPERTS
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.validate.architectures import NotExpressed, stated
 from autopar.validate.rows import Row

@@ -9,10 +9,10 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.cost_models.hardware.stack_entries import other_constants
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.decoders.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.recipes.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.rules.registry import default_registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate

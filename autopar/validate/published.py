@@ -8,9 +8,9 @@ from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.recipes.knobs import Workload
-from autopar.recipes.measured import MeasuredRun
-from autopar.recipes.software import WHOLE_EXPERTS
+from autopar.software.configuration import Workload
+from autopar.software.measured import MeasuredRun
+from autopar.software.stacks import WHOLE_EXPERTS
 from autopar.validate.architectures import architecture_of, stated
 from autopar.validate.configuration import (
     FLOAT8,

@@ -45,3 +45,13 @@ def margin_of(points: Iterable[Comparison]) -> float:
     """The memory margin under which at most `RUNS_OUT` of the runs would take more than the memory."""
     exceeded = max(0.0, weighted_quantile(memory_residuals(points), RUNS_OUT))
     return exceeded / (1 + exceeded)
+
+
+def all_residuals(points: Sequence[Comparison]) -> dict[str, list[tuple[str, float]]]:
+    """Residuals of memory and of steps as `software.residuals` keeps them, to four digits."""
+    steps: dict[str, list[tuple[str, float]]] = {"dense": [], "mixtures": []}
+    for point in points:
+        if point.error is not None:
+            kind = "mixtures" if point.row.n_experts else "dense"
+            steps[kind].append((source_of(point.row), round(1 / (1 + point.error) - 1, 4)))
+    return {"memory": [(source, round(value, 4)) for source, value in memory_residuals(points)], **steps}

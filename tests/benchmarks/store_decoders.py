@@ -1,4 +1,4 @@
-"""Writes ``autopar/recipes/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled
+"""Writes ``autopar/decoders/data/decoders.json.gz``: a graph for each kind of decoder that the public table and the bundled
 models need. ``python tests/benchmarks/store_decoders.py``; takes two minutes.
 """
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from autopar.capture import capture
 from autopar.capture.models import load_model
+from autopar.decoders.decoder import Architecture
+from autopar.decoders.graphs import kind_of, traced
+from autopar.decoders.recognize import recognize
+from autopar.decoders.stored_graphs import store, stored_key, stored_path
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.recipes.decoder import Architecture
-from autopar.recipes.graphs import kind_of, traced
-from autopar.recipes.recognize import recognize
-from autopar.recipes.stored_graphs import store, stored_key, stored_path
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import COMPUTE
 from autopar.validate.rows import bundled_table, read_table

@@ -1,20 +1,30 @@
-"""Writes ``autopar/recipes/data/measured_runs.csv``: what the public table says of recipes. ``python
-tests/benchmarks/store_measured_runs.py``; takes a second."""
+"""Writes what the public table says of other software into ``autopar/software/data``: ``measured_runs.csv`` (takes a second) and,
+with ``--residuals``, ``residuals.json`` (prices the table). ``python tests/benchmarks/store_measured_runs.py``."""
 
 from __future__ import annotations
 
 import csv
+import json
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import autopar.recipes
-from autopar.recipes.measured import MeasuredRun
+import autopar.software
+from autopar.software.measured import MeasuredRun
+from autopar.validate.price import price_rows
 from autopar.validate.published import measured_runs
+from autopar.validate.report import report
+from autopar.validate.residuals import all_residuals
 from autopar.validate.rows import bundled_table, read_table
 
 if __name__ == "__main__":
-    path = Path(str(autopar.recipes.__file__)).parent / "data" / "measured_runs.csv"
-    with path.open("w", encoding="utf-8", newline="") as file:
+    folder = Path(str(autopar.software.__file__)).parent / "data"
+    rows = read_table(bundled_table())
+    with (folder / "measured_runs.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [each.name for each in fields(MeasuredRun)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(map(asdict, measured_runs(read_table(bundled_table()))))
+        writer.writerows(map(asdict, measured_runs(rows)))
+    if "--residuals" in sys.argv:
+        found = all_residuals(report(price_rows(rows)).points)
+        lines = [f'  "{kind}": {json.dumps(pairs)}' for kind, pairs in found.items()]
+        (folder / "residuals.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.recipes.modules import Decoder
+from autopar.decoders.modules import Decoder
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import configuration_of
 from autopar.validate.price import Session

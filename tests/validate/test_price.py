@@ -18,9 +18,9 @@ from autopar.cost_models.state.state_cost import state_cost
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StatePolicy
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.decoders.graphs import RECOMPUTED, RunOptions, captured, graph_of
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
-from autopar.recipes.graphs import RECOMPUTED, RunOptions, captured, graph_of
 from autopar.validate.architectures import NotExpressed, architecture_of
 from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of
 from autopar.validate.memory_measures import predicted_bytes

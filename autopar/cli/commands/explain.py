@@ -27,7 +27,7 @@ from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reason
 from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if
 from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.recipes.by_hand import with_expert_prices
+from autopar.software.by_hand import with_expert_prices
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plans MODEL, prints the summary, and writes the plan where `-o` says."""
+    if arguments.software != "autopar":
+        from autopar.cli.commands.plan_for import run_for
+
+        return run_for(arguments, console)
     if arguments.output is not None:
         check_target(arguments.output)  # before the search whose result goes there
     plan = make(arguments, console)[0]

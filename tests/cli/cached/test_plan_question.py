@@ -119,7 +119,7 @@ def test_an_edit_in_any_package_that_planning_imports_is_another_question(copied
     """Of every package one file, and of every kind of file that is no code."""
     files = [path.relative_to(ROOT) for path in sorted(planning_files())]
     by_package = {path.parent: path for path in files}
-    assert {Path("schedules/builders"), Path("recipes"), Path("passes"), Path("cost_models/hardware")} <= set(by_package)
+    assert {Path("schedules/builders"), Path("software"), Path("passes"), Path("cost_models/hardware")} <= set(by_package)
     data = {path.suffix: path.relative_to(copied) for path in copied.rglob("*") if path.is_file() and path.suffix != ".py"}
     before = source_digest(copied)
     for path in (*by_package.values(), *data.values()):

@@ -25,11 +25,12 @@ def test_presets(name: str) -> None:
     assert cluster.size == 3 * node and cluster.links[-1].devices == 3 * node
     assert cluster.links[0].devices == (cluster.size if "nvl72" in name else node)
     half = cluster.device.peak_flops_per_second("float16")
-    assert half > 5 * cluster.device.peak_flops_per_second("float32")
+    card = cluster.links[0].name == "pcie"  # of a workstation
+    assert half > (1.9 if card else 5) * cluster.device.peak_flops_per_second("float32")
     assert cluster.device.multiprocessors and cluster.device.generation
     assert cluster.host is not None and cluster.nvme is not None
     assert cluster.host.read_bytes_per_second > cluster.nvme.read_bytes_per_second
-    assert 30 * GIB < cluster.device.memory_bytes < 300 * GIB
+    assert (20 if card else 30) * GIB < cluster.device.memory_bytes < 300 * GIB
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
 
 

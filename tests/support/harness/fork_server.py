@@ -26,7 +26,7 @@ MODULES = (
     "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun", "autopar.cli.commands.explain",
     "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan", "autopar.cli.commands.verify",
     "autopar.dryrun.run", "autopar.explain", "autopar.planning", "autopar.program.build", "autopar.program.export",
-    "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.recipes",
+    "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
     "support.harness.launch", "support.harness.rank_pool",
 )  # fmt: skip
 """Imported before the forks: torch, ours and what tests use; not transformers, which ranks do without."""

@@ -1,0 +1,207 @@
+"""DeepSpeed: its JSON, beside a Hugging Face model or any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.decoders.recognize import RecognizedDecoder
+from autopar.software.configuration import Configuration
+from autopar.software.files.entries import Entries
+from autopar.software.known.common import batch_divides, heads_divide, world_size
+from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.space import Space
+
+_REPOSITORY, _COMMIT = "deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
+_CONFIG = Source(_REPOSITORY, "deepspeed/runtime/config.py", _COMMIT)
+_ZERO = Source(_REPOSITORY, "deepspeed/runtime/zero/config.py", _COMMIT)
+_TOP = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler", "fp16"),
+    *(
+        "bf16",
+        "amp",
+        "gradient_clipping",
+        "zero_optimization",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+    ),
+    *(
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "sparse_gradients",
+        "dump_state",
+        "flops_profiler",
+    ),
+    *("activation_checkpointing", "data_types", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "tensor_parallel"),
+    *("zero_force_ds_cpu_optimizer", "zero_optimization.stage", "sequence_parallel_size", "compile", "seed", "autotuning"),
+)
+_STAGE = (
+    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size"),
+    *("overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer", "sub_group_size"),
+    *(
+        "cpu_offload",
+        "cpu_offload_params",
+        "cpu_offload_use_pin_memory",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+    ),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+    *("stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients"),
+    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size", "zenflow"),
+    *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
+    *(
+        "stage3_model_persistence_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "zero_nontrainable_weights",
+        "super_offload",
+    ),
+    *(
+        "use_multi_rank_bucket_allreduce",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "cpuadam_cores_perc",
+    ),
+)
+
+RULES = (
+    world_size(_CONFIG),
+    heads_divide(_CONFIG),
+    batch_divides(_CONFIG),
+    Constraint(
+        "the state is in groups of {group}, which does not divide {data} ranks: choose a divisor",
+        lambda job, _: not job.configuration.group or (job.data > 0 and job.data % job.configuration.group == 0),
+        _ZERO,
+    ),
+    Constraint("it has no context parallelism of its own here", lambda job, _: job.configuration.context == 1, _CONFIG),
+    Constraint(
+        "stages of a pipeline are written as a PipelineModule, not here", lambda job, _: job.configuration.stages == 1, _CONFIG
+    ),
+)
+
+
+_BUCKET = 5e8
+"""Elements of a bucket of gradients where the file does not say it (`reduce_bucket_size`, deepspeed/runtime/zero/config.py)."""
+_LEAST_BUCKET = 2**16
+
+
+def recognizes(entries: Entries) -> bool:
+    """Whether it is DeepSpeed's JSON."""
+    sections = {key.partition(".")[0] for key in entries.values}
+    return (
+        entries.style == "json"
+        and bool(
+            sections & {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"}
+        )
+        and "per_device_train_batch_size" not in sections
+    )
+
+
+def read(entries: Entries, given: Given, prefix: str = "") -> Job:
+    """The job; values that are ``auto`` come from the caller."""
+    sections = (
+        {"": (*_TOP, *entries.used), f"{prefix}zero_optimization": _STAGE}
+        if not prefix
+        else {f"{prefix}zero_optimization": _STAGE}
+    )
+    entries.check_known(sections)
+    values = {key: entry for key, entry in entries.values.items() if entry.value != "auto"}
+    automatic = sorted(set(entries.values) - set(values))
+    entries = Entries(entries.path, entries.style, entries.text, values, entries.used)
+    tensor = entries.whole(f"{prefix}tensor_parallel.autotp_size", default=1)
+    data = max(1, given.devices // tensor)
+    stage = entries.whole(f"{prefix}zero_optimization.stage", default=0, least=0)
+    if stage > 3:
+        raise entries.error(f"{prefix}zero_optimization.stage", f"stage {stage} is no ZeRO stage: write 0, 1, 2 or 3")
+    batch = entries.whole(f"{prefix}train_batch_size")
+    micro = entries.whole(f"{prefix}train_micro_batch_size_per_gpu")
+    steps = entries.whole(f"{prefix}gradient_accumulation_steps")
+    assumed = [f"{', '.join(automatic[:3])}: auto"] if automatic else []
+    if batch and micro and steps and batch != micro * steps * data:
+        raise entries.error(
+            f"{prefix}train_batch_size",
+            f"train_batch_size {batch} is not {micro} x {steps} steps x {data} ranks = {micro * steps * data}: write that, or "
+            "leave one out",
+        )
+    if not micro and batch and steps and batch % (steps * data) == 0:
+        micro = batch // (steps * data)
+    micro = micro or given.micro or (batch // data if batch and batch % data == 0 and not steps else 1)
+    batch = batch or (micro * steps * data if steps else given.batch or micro * data)
+    offload = entries.raw(f"{prefix}zero_optimization.offload_optimizer.device") in ("cpu", "nvme") or entries.truth(
+        f"{prefix}zero_optimization.cpu_offload"
+    )
+    bucket = entries.raw(f"{prefix}zero_optimization.reduce_bucket_size") or _BUCKET
+    if stage and isinstance(bucket, int | float) and bucket >= _BUCKET:
+        assumed.append(f"reduce_bucket_size {bucket:.1e}: its buffer, {2 * bucket / 2**30:.1f} GiB in 16 bits, is not counted")
+    checkpointing = any(key.startswith(f"{prefix}activation_checkpointing") for key in entries.values)
+    if checkpointing:
+        assumed.append("layers are recomputed, as activation_checkpointing is set up")
+    group = entries.whole(
+        f"{prefix}zero_optimization.zero_hpz_partition_size", f"{prefix}zero_optimization.mics_shard_size", default=0, least=-1
+    )
+    precision = (
+        "fp16"
+        if entries.truth(f"{prefix}fp16.enabled")
+        else "bf16"
+        if entries.truth(f"{prefix}bf16.enabled", f"{prefix}bfloat16.enabled")
+        else ""
+    )
+    if not precision and {f"{prefix}bf16.enabled", f"{prefix}fp16.enabled"} & set(automatic):
+        precision = "bf16"
+    configuration = Configuration(
+        tensor=tensor, zero=stage, group=group if 1 < group < data else 0, micro=micro, offload=offload, sequence_parallel=False,
+        recompute=given.recompute or ("full" if checkpointing else "none"),
+    )  # fmt: skip
+    return Job(
+        configuration=configuration, devices=given.devices, batch=batch, seq=given.seq, precision=precision or "fp32",
+        assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def write(job: Job) -> dict[str, Any]:
+    """The keys of the JSON. Buckets have the size of a square matrix of the model, as the Trainer makes them: DeepSpeed allocates
+    them whole, and their default of 5e8 elements is a gigabyte."""
+    each = job.configuration
+    bucket = max(job.decoder.sizes.hidden**2, _LEAST_BUCKET) if job.decoder is not None else None
+    return {
+        "train_batch_size": job.batch,
+        "train_micro_batch_size_per_gpu": each.micro,
+        "gradient_accumulation_steps": job.steps,
+        "bf16.enabled": True if job.precision == "bf16" else None,
+        "fp16.enabled": True if job.precision == "fp16" else None,
+        "zero_optimization.stage": each.zero,
+        "zero_optimization.overlap_comm": True if each.zero else None,
+        "zero_optimization.contiguous_gradients": True if each.zero else None,
+        "zero_optimization.reduce_bucket_size": bucket if each.zero else None,
+        "zero_optimization.zero_hpz_partition_size": each.group or None,
+        "zero_optimization.offload_optimizer.device": "cpu" if each.offload else None,
+        "zero_optimization.offload_optimizer.pin_memory": True if each.offload else None,
+        "activation_checkpointing.partition_activations": False if each.recompute != "none" else None,
+        "gradient_clipping": 1.0,
+    }
+
+
+def _stack(generation: str, mixture: bool) -> tuple[str, str]:
+    return "deepspeed", generation
+
+
+def _no_experts(job: Job, model: RecognizedDecoder | None) -> bool:
+    return job.configuration.experts == 1
+
+
+DEEPSPEED = Software(
+    name="deepspeed",
+    title="DeepSpeed",
+    style="json",
+    file="ds_config.json",
+    space=Space((0, 1, 2, 3), ("none", "full"), offload=(False, True)),
+    rules=RULES,
+    stack=_stack,
+    recognizes=recognizes,
+    read=read,
+    write=write,
+    run="deepspeed train.py --deepspeed_config ds_config.json; with recomputation, call model.gradient_checkpointing_enable()",
+    lacks="tensor, context and expert parallelism, pipelines, recomputation of a part of a layer (in this file)",
+    known={"": _TOP, "zero_optimization": _STAGE},
+)

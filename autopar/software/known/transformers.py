@@ -1,0 +1,136 @@
+"""The Trainer of transformers: the JSON of `TrainingArguments` (with `fsdp_config`, or a DeepSpeed section)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.software.configuration import Configuration
+from autopar.software.files.entries import Entries
+from autopar.software.known import deepspeed
+from autopar.software.known.common import batch_divides, world_size
+from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.space import Space
+
+_ARGUMENTS = Source("huggingface/transformers", "src/transformers/training_args.py", "v5.23.0")
+_FSDP_KEYS = (
+    *("version", "fsdp_version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"),
+    *("state_dict_type", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "xla", "xla_fsdp_settings"),
+    *("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params"),
+    *("sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_min_num_params"),
+)
+_TOP = (
+    *(
+        "output_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "bf16",
+        "fp16",
+        "fsdp",
+    ),
+    *("fsdp_config", "deepspeed", "optim", "learning_rate", "max_steps", "num_train_epochs", "torch_compile", "bf16_full_eval"),
+    *("per_device_eval_batch_size", "gradient_checkpointing_kwargs", "model_name_or_path", "save_strategy", "logging_steps"),
+)
+
+RULES = (
+    world_size(_ARGUMENTS),
+    batch_divides(_ARGUMENTS),
+    Constraint(
+        "the Trainer has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _ARGUMENTS
+    ),
+    Constraint(
+        "the arguments have no tensor parallelism: load the model with tp_plan",
+        lambda job, _: job.configuration.tensor == 1,
+        _ARGUMENTS,
+    ),
+)
+
+
+def recognizes(entries: Entries) -> bool:
+    """Whether it is the JSON of `TrainingArguments`."""
+    return entries.style == "json" and bool(
+        {"per_device_train_batch_size", "output_dir", "gradient_checkpointing"} & set(entries.values)
+    )
+
+
+def read(entries: Entries, given: Given) -> Job:
+    """The job."""
+    entries.check_known({"": _TOP, "fsdp_config": _FSDP_KEYS})
+    devices = given.devices or 1
+    micro = entries.whole("per_device_train_batch_size", default=given.micro or 8)
+    steps = entries.whole("gradient_accumulation_steps", default=1)
+    recompute = entries.truth("gradient_checkpointing") or entries.truth("fsdp_config.activation_checkpointing")
+    word = given.recompute or ("full" if recompute else "none")
+    precision = "bf16" if entries.truth("bf16") else "fp16" if entries.truth("fp16") else "fp32"
+    whole = micro * steps * devices
+    if any(key.startswith("deepspeed.") for key in entries.values):
+        job = deepspeed.read(entries, replace(given, devices=devices, micro=micro, batch=whole, recompute=word), "deepspeed.")
+        return replace(job, batch=whole, configuration=replace(job.configuration, micro=micro), precision=precision)
+    said = entries.raw("fsdp")
+    words = " ".join(said) if isinstance(said, list) else str(said or "")
+    zero = 0
+    if said is True or words not in ("", "False", "None"):
+        kept = "shard_grad_op" in words or not entries.truth("fsdp_config.reshard_after_forward", default=True)
+        zero = 0 if "no_shard" in words else 2 if kept else 3
+    configuration = Configuration(
+        zero=zero, micro=micro, recompute=word, sequence_parallel=False,
+        offload="offload" in words or entries.truth("fsdp_config.cpu_offload"),
+    )  # fmt: skip
+    optimizer = str(entries.raw("optim") or "adamw")
+    return Job(
+        configuration=configuration, devices=devices, batch=whole, seq=given.seq, precision=precision,
+        model=str(entries.raw("model_name_or_path") or ""), compiled=entries.truth("torch_compile"),
+        optimizer="sgd" if optimizer.startswith("sgd") else "adamw",
+    )  # fmt: skip
+
+
+def write(job: Job) -> dict[str, Any]:
+    """The keys of the JSON."""
+    each = job.configuration
+    sharded = each.zero > 0
+    again = each.recompute != "none"
+    return {
+        "output_dir": "output",
+        "per_device_train_batch_size": each.micro,
+        "gradient_accumulation_steps": job.steps,
+        "bf16": job.precision == "bf16",
+        "fp16": job.precision == "fp16",
+        "gradient_checkpointing": True if again and not sharded else None,
+        "optim": "adamw_torch",
+        "fsdp": True if sharded else None,
+        "fsdp_config.version": 2 if sharded else None,
+        "fsdp_config.reshard_after_forward": each.zero == 3 if sharded else None,
+        "fsdp_config.activation_checkpointing": again if sharded else None,
+        "fsdp_config.cpu_offload": True if sharded and each.offload else None,
+        "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if sharded else None,
+    }
+
+
+def spelling(entries: Entries) -> dict[str, str]:
+    """Recomputation under the name that the file has for it."""
+    return {"fsdp_config.activation_checkpointing": "gradient_checkpointing"} if "gradient_checkpointing" in entries else {}
+
+
+def _stack(generation: str, mixture: bool) -> tuple[str, str]:
+    return "autopar", generation
+
+
+TRANSFORMERS = Software(
+    name="transformers",
+    title="the Trainer of transformers",
+    style="json",
+    file="training_arguments.json",
+    space=Space((0, 2, 3), ("none", "full")),
+    rules=RULES,
+    stack=_stack,
+    recognizes=recognizes,
+    read=read,
+    write=write,
+    run="torchrun ... train.py training_arguments.json (HfArgumentParser.parse_json_file)",
+    lacks="tensor, context and expert parallelism, pipelines, groups of shards, recomputation of a part of a layer",
+    known={"": _TOP, "fsdp_config": _FSDP_KEYS},
+    sequence_parallel=False,
+    spelling=spelling,
+)
+"""Priced with our own constants, as accelerate is, which it calls."""

@@ -1,0 +1,62 @@
+"""Models for software: a decoder in sizes where the name or the configuration says them, without building a module; else the
+captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.decoders.from_config import decoder_of, named_configs
+from autopar.decoders.recognize import RecognizedDecoder, recognize
+from autopar.errors import CaptureError
+from autopar.files import read_json
+from autopar.ir.graph import Graph
+
+_LONG = 100_000
+"""Models of so many positions are trained with `_LONG_SEQ` tokens by default, others with `_SEQ`."""
+_LONG_SEQ, _SEQ = 8192, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model: its decoder in sizes, or (None) its captured `graph`; `seq` tokens of a sequence."""
+
+    name: str
+    seq: int
+    decoder: RecognizedDecoder | None
+    graph: Graph | None = None
+
+    @property
+    def layers(self) -> int:
+        """Layers of a decoder; of a captured graph its calls."""
+        return self.decoder.layers if self.decoder is not None else len(self.graph.calls) if self.graph is not None else 1
+
+
+Captured = Callable[[str, int], Graph]
+"""Captures a model by its source and tokens of a sequence (0: its default)."""
+
+
+def model_of(source: str, seq: int, captured: Captured) -> Model:
+    """The model that `source` names: of `named_configs`, a Hugging Face ``config.json``, or whatever `captured` can load."""
+    config = named_configs().get(source)
+    name = source
+    if config is None and source.endswith(".json"):
+        config = read_json(Path(source), CaptureError, "the configuration", 2**24)
+        name = Path(source).parent.name or Path(source).stem
+    if isinstance(config, Mapping):
+        tokens = seq or default_seq(config)
+        decoder = decoder_of(config, tokens)
+        if decoder is not None:
+            return Model(name, tokens, decoder)
+    graph = captured(source, seq)
+    found = recognize(graph)
+    return Model(name, found.sizes.seq if found is not None else seq, found, graph if found is None else None)
+
+
+def default_seq(config: Mapping[str, Any]) -> int:
+    """Tokens of a sequence where nobody says how many."""
+    longest = config.get("max_position_embeddings") or config.get("n_positions") or _SEQ
+    llama = config.get("model_type") == "llama"
+    return min(int(longest), _LONG_SEQ if llama and int(longest) > _LONG else _SEQ)
