@@ -163,9 +163,9 @@ def known_device(name: str) -> Device | None:
     parts = name.upper().replace("-", " ").split()
     for preset in presets():
         device = read_cluster(preset_path(preset), preset).device
-        words = device.name.upper().split()
-        size = words[-1].removesuffix("GB")
-        if words[0] in parts and "PCIE" not in parts and (words[0] not in ("A100", "V100") or f"{size}GB" in parts):
+        *words, size = device.name.upper().split()
+        model = [word for word in words if not word.startswith("SXM")]  # which drivers leave out
+        if all(word in parts for word in model) and "PCIE" not in parts and (model[0] not in ("A100", "V100") or size in parts):
             return device
     return None
 

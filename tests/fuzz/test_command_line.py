@@ -16,7 +16,7 @@ from support.fuzzing.one_line import answer
 from autopar.errors import PlanError
 
 PLANNING = "mlp --cluster local:2 --batch 8 --force dp=2 --no-cache --time-limit 2"
-POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2}
+POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2, "config": 1, "clusters": 2, "what": 1}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,11 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     out = {command: [command, plan] for command in ("inspect", "explain", "dryrun")}
     out |= {"plan": ["plan", *PLANNING.split()], "verify": ["verify", *PLANNING.split()], "validate": ["validate"]}
     out |= {"doctor": ["doctor", "mlp"], "compare": ["compare", plan, str(folder / "measured.json")]}
+    megatron = folder / "megatron.sh"
+    megatron.write_text("torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16\n")
+    fitted = ["--model", "llama-tiny", "--cluster", "dgx-h100:1", "--quick"]
+    out |= {"fit": ["fit", str(megatron), *fitted], "check": ["check", plan]}
+    out |= {"compare-clusters": ["compare-clusters", "llama-tiny", "dgx-h100:1@2", "--tokens", "1e9", "--batch", "16"]}
     out |= {"export": ["export", plan, str(folder / "out")], "calibrate": ["calibrate", "-o", str(folder / "c.yaml")]}
     return out | {"models": ["models"], "clusters": ["clusters"]}
 

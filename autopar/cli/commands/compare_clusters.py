@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a row for each cluster and software, the cheapest first. 3: the model fits on none of them."""
+    """Print a row for each cluster and software, the cheapest first. Infeasible where the model fits on none of them."""
+    from autopar.errors import Infeasible
     from autopar.software.known.registry import known_software, software_named
     from autopar.software.models import model_of
     from autopar.software.spending import measurement, offer_of, spending_of
@@ -29,6 +30,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if not priced:
             console.progress(f"{offer.name}: {model.name} does not fit with {', '.join(each.name for each in software)}")
         found += priced
+    if not found:
+        clusters = ", ".join(each.name for each in offers)
+        text = f"{model.name} at batch {arguments.batch} fits on none of {clusters}"
+        raise Infeasible(f"{text}: name a larger one, or a smaller batch")
     found.sort(key=lambda each: each.cost)
     rows = [
         (
@@ -45,7 +50,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         f"to know it better, measure {said}" if said else "no other cluster comes near the cheapest, as published runs err"
     )
     console.document({"runs": [_document(each) for each in found], "measure": said})
-    return 0 if found else 3
+    return 0
 
 
 def _days(hours: float) -> str:

@@ -112,7 +112,8 @@ def test_one_process_has_no_link_to_fit() -> None:
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
         ("NVIDIA A100-SXM4-40GB", "dgx-a100-40"),
         ("NVIDIA A100 80GB PCIe", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 2080 Ti", None),
     ],
 )
 def test_a_known_gpu_keeps_the_peaks_of_its_sheet(driver: str, preset: str | None) -> None:
