@@ -79,7 +79,8 @@ class BoundTightening:
                 task = next(self._tasks_of(self.groups[point]), None)
                 if task is None or not self.tasks_left[task[2]]:
                     return
-                self._take(task, ahead.result(task, self._upcoming(order, task)))
+                quick = self._is_quick(task)
+                self._take(task, self.steps.bound_schedule(task) if quick else ahead.result(task, self._upcoming(order, task)))
                 self.tasks_left[task[2]] -= 1
 
     def _order(self) -> list[GridPoint]:
@@ -103,13 +104,18 @@ class BoundTightening:
             yield self._tasks.setdefault(task, task)  # always the same object, which is how `Lookahead` knows it
 
     def _upcoming(self, order: list[GridPoint], task: Task) -> Iterator[Task]:
-        """Yield the tasks that others may begin beside `task`: of each family that is not relaxed one task at most."""
+        """Yield the tasks that others may begin beside `task`, those that take longer than a copy of this process: of each family
+        that is not relaxed one at most."""
         busy = set[object]()
         self._waits(task, busy)
         for members in dict.fromkeys(self.groups[point] for point in order if self.steps.is_bounded(point)):
             for each in self._tasks_of(members):
-                if each is not task and not self._waits(each, busy) and self.tasks_left[each[2]]:
+                if each is not task and not self._is_quick(each) and not self._waits(each, busy) and self.tasks_left[each[2]]:
                     yield each
+
+    def _is_quick(self, task: Task) -> bool:
+        """Return whether a task is one small program."""
+        return task[2] is ScheduleDetail.COARSE and self._has_relaxation(task)
 
     def _has_relaxation(self, task: Task) -> bool:
         """Return whether a task finds the relaxation of its family that it needs, or makes it of its own point."""

@@ -229,7 +229,8 @@ def test_bounds_are_sharpened_no_further_than_needed() -> None:
 
 
 def test_who_waits_for_whom() -> None:
-    """Beside a point other processes begin with one of each family that is not relaxed, and with all of those that are."""
+    """Beside a point other processes begin with one of each family that is not relaxed, and with those of relaxed ones that are
+    looked at closely; coarse ones are not worth a process."""
     search = _pipelines(batch=16)
     known, nothing = search._memory_bounds.__contains__, TightenedBounds(0.0, 0.0, None)
     how = TighteningSteps(search._with_memory, known, search.schedules, lambda task: nothing, search._family, search._relaxed)
@@ -243,7 +244,10 @@ def test_who_waits_for_whom() -> None:
     sharp_bound(search, first[0], float("inf"))
     family = search._family(first[0][0])
     relaxed = [each for each in others if search._family(each[0][0]) == family]
-    assert relaxed and set(relaxed) <= set(tightening._upcoming(order, first))
+    assert relaxed and not set(relaxed) & set(tightening._upcoming(order, first))
+    tightening._done.update(relaxed)
+    fine = {next(tightening._tasks_of(members)) for members, *_ in relaxed}
+    assert {detail for *_, detail in fine} == {ScheduleDetail.FINE} and fine <= set(tightening._upcoming(order, first))
 
 
 def test_state_and_memory_prices_no_operation() -> None:
