@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from math import prod
+from operator import le
 
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
@@ -51,12 +52,16 @@ def least_of(states: Sequence[CallState]) -> CallState:
 
 def undominated(states: Iterable[CallState]) -> tuple[CallState, ...]:
     """Drop each state than which another one is nowhere larger."""
-    out: list[CallState] = []
-    for state in sorted(set(states), key=astuple):
+    kept: list[tuple[float, ...]] = []
+    for numbers in sorted({_numbers(state) for state in states}):
         # one that is nowhere larger comes before it in this order
-        if not any(all(a <= b for a, b in zip(astuple(other), astuple(state), strict=True)) for other in out):
-            out.append(state)
-    return tuple(out)
+        if not any(all(map(le, other, numbers)) for other in kept):
+            kept.append(numbers)
+    return tuple(CallState(*numbers) for numbers in kept)
+
+
+def _numbers(state: CallState) -> tuple[float, ...]:
+    return tuple(getattr(state, each.name) for each in fields(CallState))
 
 
 def _state(problem: Problem, table: BlockTable, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:
