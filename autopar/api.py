@@ -30,7 +30,7 @@ from autopar.given_plan import batch_dims, check_float8, check_options, check_pl
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
-from autopar.options import PlanOptions, RuntimeOptions
+from autopar.options import DocumentLengthsLike, PlanOptions, RuntimeOptions
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
@@ -83,6 +83,7 @@ def parallelize(
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
+    document_lengths: DocumentLengthsLike = None,
     patience_seconds: float = PATIENCE_SECONDS,
     join_seconds: float = JOIN_SECONDS,
     check_batch_every: int = 100,
@@ -107,7 +108,8 @@ def parallelize(
     ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
     `batch_norm="local"` takes the statistics of batch norm from each data rank's own examples, as DDP does, and the plan says so;
     by default they are those of the whole batch.
-    `expert_load` is how unevenly experts are expected to be loaded (see `make_plan`). A rank that dies, stops or fails makes all
+    `expert_load` is how unevenly experts are expected to be loaded, `document_lengths` what packed sequences are made of (see
+    `make_plan`). A rank that dies, stops or fails makes all
     others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
     their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
@@ -128,7 +130,7 @@ def parallelize(
     check_model(model)
     options = PlanOptions(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
-        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
+        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, document_lengths=document_lengths,
         memory_margin=memory_margin, batch_dim=batch_dim,
     )  # fmt: skip
     run = RuntimeOptions(

@@ -30,6 +30,10 @@ _LARGEST = 2**31 - 1
 """For batches, lengths and seconds: what is larger is a mistake, and may not fit the integers of a solver."""
 
 
+DocumentLengthsLike = str | float | Sequence[int] | Mapping[int, int] | None
+"""What `DocumentLengths.parse` reads."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Options of planning, beside model, cluster and example inputs. AutoparError where a value makes no sense.
@@ -42,6 +46,7 @@ class PlanOptions:
     outputs: fields of the model's result that come back beside the loss.
     batch_norm: ``"global"``: statistics of the whole batch, or ``"local"``: of each data rank's examples.
     expert_load: load of the busiest expert-parallel rank over the mean, or the path of a JSON list of tokens per expert.
+    document_lengths: lengths of the documents in packed sequences, see `planning.make_plan`.
     loss_fn: from the model's result and a target to the loss, where the model has none.
     memory_margin: share of each device's memory that the plan leaves free (None: that of the cluster).
     batch_dim: the tensor dimension of the batch, of all inputs or by argument (None: 0).
@@ -58,6 +63,7 @@ class PlanOptions:
     outputs: Sequence[str] = ()
     batch_norm: str = "global"
     expert_load: float | str = 1.0
+    document_lengths: DocumentLengthsLike = None
     loss_fn: LossFunction | None = None
     memory_margin: float | None = None
     batch_dim: int | Mapping[str, int] | None = None
@@ -164,6 +170,8 @@ _PLAN_CHECKS: Checks = (
     ("outputs", _are_names, 'is no list of names: write outputs=("logits",), or () for the loss alone'),
     ("expert_load", lambda value: isinstance(value, str) or (_is_number(value) and 1 <= value <= _LARGEST),
      "is no load of the busiest rank over the mean: write 1.0 or more"),
+    ("document_lengths", lambda value: value is None or isinstance(value, (str, Sequence, Mapping)) or _is_number(value),
+     "is no lengths of documents: write a number of tokens, a list, a histogram {length: count}, or the path of a JSON file"),
     ("memory_margin", lambda value: value is None or (_is_number(value) and 0 <= value < 1),
      "is no share of memory: write 0 (none) or more, below 1, such as 0.1"),
     ("batch_dim", _are_dims, 'is no dimension: write 1, or {"src": 1} by argument of the forward'),

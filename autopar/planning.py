@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
+from autopar.cost_models.hardware.document_lengths import DocumentLengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
-from autopar.options import PlanOptions
+from autopar.options import DocumentLengthsLike, PlanOptions
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
@@ -65,6 +66,7 @@ def make_plan(
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
+    document_lengths: DocumentLengthsLike = None,
     loss_fn: LossFunction | None = None,
     memory_margin: float | None = None,
     batch_dim: int | Mapping[str, int] | None = None,
@@ -76,7 +78,9 @@ def make_plan(
     Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
     `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
-    the mean, or the path of a JSON list of tokens per expert. `memory_margin` is the share of each device's memory that the plan
+    the mean, or the path of a JSON list of tokens per expert. `document_lengths` prices attention within documents of packed
+    sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file with one of these (None: every
+    sequence is one document). `memory_margin` is the share of each device's memory that the plan
     leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`). A `force` that spells out a whole configuration
     (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
@@ -84,6 +88,7 @@ def make_plan(
     options = PlanOptions(
         precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds, batch=batch,
         seq=seq, name=name, source=source, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
+        document_lengths=document_lengths,
         memory_margin=memory_margin, batch_dim=batch_dim, processes=processes,
     )  # fmt: skip
     return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
@@ -151,8 +156,10 @@ def plan_with(
 
 
 def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision, progress: Progress | None) -> Cluster:
-    """The cluster with the expert load, margin and software that the options ask for."""
+    """The cluster with the lengths of documents, expert load, margin and software that the options ask for."""
     cluster = cluster_named(cluster, cache_folder(), progress=progress)
+    if options.document_lengths:
+        cluster = replace(cluster, document_lengths=DocumentLengths.parse(options.document_lengths))
     if options.expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(options.expert_load)))
     return with_float8(precision, with_memory_margin(cluster, options.memory_margin))

@@ -14,6 +14,7 @@ _LIKE_FIRST = frozenset(
     [
         "dropout",
         "attention",
+        "attention_documents",
         "attention_rows",
         "attention_ring",
         "attention_heads",

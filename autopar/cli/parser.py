@@ -198,6 +198,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--expert-load", default="1.0", metavar="1.3",
         help="load of the busiest expert-parallel rank over the mean, or a JSON list of tokens per expert (default 1.0)",
     )  # fmt: skip
+    plan.add_argument(
+        "--lengths", metavar="512",
+        help="documents of packed sequences: a length of all, or a JSON list of lengths or histogram (default: one a sequence)",
+    )  # fmt: skip
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")

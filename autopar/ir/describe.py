@@ -21,7 +21,7 @@ _SHARDED_FUNCTIONS = {
 }
 """By named function: the factor that it shards, and how people call that."""
 _PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_float8_dynamic", "ap.linear_kn")
-_ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
+_ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention", "ap.attention_documents")
 _LINEAR = {"n": "column", "k": "row"}
 _CONVOLUTION = "aten.conv"
 _CHANNELS = {"o": "output channels", "c": "input channels", "g": "groups of channels", "halo": "space", "row": "space"}

@@ -7,6 +7,7 @@ has a window: then a shard of the queries must know its position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from autopar.ir.dims import Shape
@@ -16,6 +17,8 @@ from autopar.operations.notation.spelling import OperationCall, function
 from autopar.operations.operation import Operation, Sizes
 
 ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_attention"
+DOCUMENTS = "ap.attention_documents"
+"""Arguments are (q, k, v, query documents, key documents, query positions?, key positions?) and ``scale enable_gqa``."""
 ATTENTION_WITH_WEIGHTS = "aten._scaled_dot_product_attention_math"
 NARROW = 8
 """A window below this fraction of the sequence is assumed to reach no further than the neighbour's shard."""
@@ -24,6 +27,11 @@ NARROW = 8
 def is_banded(node: Node) -> bool:
     """Return whether the keys that a query attends to depend on its position."""
     return bool(argument(node, 5, "is_causal", False)) or argument(node, 99, "window") is not None
+
+
+def sees_all_keys(node: Node) -> bool:
+    """Return whether every query sees all keys."""
+    return node.op != DOCUMENTS and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None
 
 
 def is_grouped(node: Node, shapes: tuple[Shape, ...]) -> bool:
@@ -47,6 +55,16 @@ def attention_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
         extra = f", {'... ' if len(mask) > 3 else ''}{heads + ' ' if len(mask) > 2 else ''}{query} u!"
     text = f"... (g r) {query} d!, ... g t! d!, ... g t! e!{extra} -> ... (g r) {query} e!"
     return DerivedLine(text, minors=True)
+
+
+def documents_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """Shards batch, heads and queries: the document and the position of each query are operands, so that any shard of the
+    sequence knows what it sees. All keys are on every rank."""
+    batch = shapes[0][0]
+    ids = [f"{'b' if shape[0] == batch else '1'} {length}" for shape, length in zip(shapes[3:], ("s", "t!") * 2, strict=False)]
+    heads, minors = ("(g r)", True) if is_grouped(node, shapes) else ("g", False)
+    text = f"b {heads} s d!, b g t! d!, b g t! e!, {', '.join(ids)} -> b {heads} s e!"
+    return DerivedLine(text, minors=minors)
 
 
 def single_heads_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
@@ -161,8 +179,10 @@ def attention_flops(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> flo
     Tokens of a packed sequence see those of their sample alone, of `packed` tokens.
     """
     q, k, v = a[:3]
-    if packed := packed_tokens(node):
-        return float(prod(q[:-1]) * min(packed, k[-2]) * (q[-1] + v[-1]))
+    packed = packed_tokens(node)
+    if packed or node.op == DOCUMENTS:
+        shared = 1 if node.op != DOCUMENTS or len(node.args) > 5 else 2  # later keys of the document are hidden, or are not
+        return float(shared * prod(q[:-1]) * min(packed or k[-2], k[-2]) * (q[-1] + v[-1]))
     keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[arg-type]
     causal = argument(node, 5, "is_causal", False) is True
     window = argument(node, 99, "window")
@@ -177,6 +197,13 @@ def attention_flops(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> flo
 def packed_tokens(node: Node) -> int:
     """Tokens of a sample where causal attention is within the samples of a packed sequence (published fine-tuning); else 0."""
     return int(argument(node, 99, "packed", 0))  # type: ignore[arg-type]
+
+
+def with_packed_tokens(node: Node, tokens: float) -> Node:
+    """Return attention within documents with what its documents have, where that is known; other operations as they are."""
+    if node.op != DOCUMENTS or not tokens:
+        return node
+    return replace(node, kwargs=(*node.kwargs, ("packed", max(1, round(tokens)))))
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:
@@ -226,6 +253,7 @@ OPERATIONS = (
     ),
     Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),
+    Operation(DOCUMENTS, documents_rule, flops=attention_flops, attention=True, float32_sums=True, spelling=function("C")),
     # rows of the batch are consecutive chunks of a sequence, and each needs the keys and values of all
     Operation(
         PUBLISHED_CONTEXT, attention_rule, flops=attention_flops, attention=True, published=True,

@@ -29,7 +29,7 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.operations.attention import packed_tokens
+from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.notation.rule import argument
 from autopar.operations.operation import Operation, Sizes
@@ -158,7 +158,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         scaled=record.scaled,
         temporaries=tuple(record.loss and index == 0 for index in range(len(a))),
         gradients=tuple(need and accesses > 0 for need, accesses in zip(needed, back_operands, strict=True)),
-        whole_attention=attention and argument(node, 5, "is_causal", False) is not True and argument(node, 99, "window") is None,
+        whole_attention=attention and sees_all_keys(node),
     )
 
 

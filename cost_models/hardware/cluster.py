@@ -13,6 +13,7 @@ from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, bottleneck_note, bottleneck_of
 from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml, with_base
 from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
+from autopar.cost_models.hardware.document_lengths import DocumentLengths, parse_document_lengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.stack_entries import planner_fractions
@@ -47,6 +48,7 @@ class Cluster:
     overlap: which communication the software of the step overlaps with compute.
     state_layout: which copies of weights and gradients that software holds.
     expert_load: how evenly routers distribute tokens over experts.
+    document_lengths: documents of packed sequences.
     note: provenance of the figures: when they were measured, how reliable they are, which device's they are.
     """
 
@@ -62,6 +64,7 @@ class Cluster:
     note: str = ""
     state_layout: StateLayout = StateLayout()
     expert_load: ExpertLoad = ExpertLoad()
+    document_lengths: DocumentLengths = DocumentLengths()
 
     def __hash__(self) -> int:
         return hash((self.name, self.size, self.device.name))
@@ -124,6 +127,7 @@ class Cluster:
             "overlap": parser.parse_overlap,
             "state_layout": parser.parse_state_layout,
             "expert_load": parse_expert_load,
+            "document_lengths": parse_document_lengths,
         }
         cluster: Cluster = parser.parse_dataclass(Cluster, data, "", readers)
         parser.check_cluster(cluster.device, cluster.links, cluster.size, cluster.algorithms)

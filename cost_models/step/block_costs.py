@@ -28,6 +28,7 @@ from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
+from autopar.operations.attention import with_packed_tokens
 from autopar.operations.experts import expert_degrees
 from autopar.operations.table import operation
 
@@ -92,7 +93,8 @@ class BlockCosts:
     def profile(self, name: str) -> Profile:
         """Return global FLOPs and bytes of a node."""
         if name not in self._profiles:
-            plain = profile(self.nodes[name], self.values, self.batch)
+            node = with_packed_tokens(self.nodes[name], self.cluster.document_lengths.tokens)
+            plain = profile(node, self.values, self.batch)
             self._profiles[name] = fused_profile(self.nodes[name], plain, self._streaming) if self.cluster.device.fused else plain
         return self._profiles[name]
 

@@ -107,7 +107,6 @@ BANDS: dict[Mask, tuple[str, bool, Any, Any]] = {
     padding: ("aten.scaled_dot_product_attention", False, None, ("B", 1, 1, SIZE)),
     padding_causal: ("ap.attention", True, None, ("B", 1, 1, SIZE)),
     padding_window: ("ap.attention", True, (3, 0), ("B", 1, 1, SIZE)),
-    documents: ("ap.attention", True, None, ("B", 1, SIZE, SIZE)),
     holes: ("aten.scaled_dot_product_attention", False, None, (SIZE, SIZE)),
     of_rows: ("aten.scaled_dot_product_attention", False, None, (SIZE, SIZE)),
     bias: ("aten.scaled_dot_product_attention", False, None, (SIZE, SIZE)),

@@ -1,4 +1,4 @@
-"""Recovers the form of attention that export made dense: causal or no mask, sliding windows, grouped query heads."""
+"""Recovers the form of attention that export made dense: causal or no mask, sliding windows, documents, grouped query heads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes
+from autopar.capture.normalize.documents import document_mask, document_operands
 from autopar.capture.normalize.masks import WHOLE, Band, Conditions, MaskReader, conditions
 from autopar.ir.graph import Arg, Node, Ref, Value
+from autopar.operations.attention import DOCUMENTS
 
 SDPA = "aten.scaled_dot_product_attention"
 _AND = "aten.__and__.Tensor"
@@ -26,16 +28,21 @@ def full_arguments(node: Node) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
 
 
 def mask_recovery(flat: FlatGraph) -> FlatGraph:
-    """Conditions of a mask that depend on sizes only become ``is_causal`` or a window; those that depend on inputs stay a mask
-    (see `masks`). A padding mask ``[B, 1, 1, T]`` is not expanded over the queries. Any other mask stays, with a note."""
+    """Conditions of a mask that depend on sizes only become ``is_causal`` or a window, those of packed documents operands of
+    attention within documents; others that depend on inputs stay a mask (see `masks`). A padding mask ``[B, 1, 1, T]`` is not
+    expanded over the queries. Any other mask stays, with a note."""
     known, producers = flat.values(), flat.producers()
     reader, read = MaskReader(flat), dict[str, Conditions | None]()
     joins: dict[str, tuple[Node, ...]] = {}
+    documents: dict[str, tuple[Arg, ...]] = {}
     for node in flat.nodes:
         mask = full_arguments(node)[0][3] if node.op == SDPA else None
         if isinstance(mask, Ref) and mask.name not in read:
             found = read[mask.name] = conditions(reader, mask.name)
-            if found is not None and len(found.others) > 1:
+            form = document_mask(reader, mask.name)
+            if form is not None:
+                joins[mask.name], documents[mask.name] = document_operands(reader, producers[mask.name], form)
+            elif found is not None and len(found.others) > 1:
                 joins[mask.name] = _joined(producers[mask.name], found.others, known)
     notes: dict[str, None] = {}
 
@@ -44,6 +51,8 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
             return None if node.name not in joins else ((node, *joins[node.name]), {})
         args, kwargs = full_arguments(node)
         node, mask = replace(node, args=args, kwargs=tuple(kwargs.items())), args[3]
+        if isinstance(mask, Ref) and mask.name in documents and _takes_documents(node, known):
+            return replace(node, op=DOCUMENTS, args=(*args[:3], *documents[mask.name]))
         found = read.get(mask.name) if isinstance(mask, Ref) else None
         if found is not None and isinstance(mask, Ref):
             left = (joins[mask.name][-1].name if mask.name in joins else found.others[0]) if found.others else None
@@ -54,6 +63,12 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
 
     flat = rewrite_nodes(flat, step)
     return replace(flat, notes=(*flat.notes, *notes))
+
+
+def _takes_documents(node: Node, known: Mapping[str, Value]) -> bool:
+    """Return whether attention has the form that documents have a function for: four dimensions, no dropout."""
+    args, _ = full_arguments(node)
+    return args[4] == 0.0 and all(len(known[arg.name].shape) == 4 for arg in args[:3] if isinstance(arg, Ref))
 
 
 def _banded(node: Node, band: Band, mask: Ref | None, known: Mapping[str, Value]) -> Node:
@@ -87,9 +102,9 @@ def _joined(mask: Node, names: Sequence[str], known: dict[str, Value]) -> tuple[
 @node_rewrite
 def grouped_heads(node: Node, graph: Lookup) -> Rewritten | None:
     """Keys and values that were repeated for each group of query heads become unrepeated operands, with ``enable_gqa``."""
-    if node.op not in (SDPA, WINDOWED):
+    if node.op not in (SDPA, WINDOWED, DOCUMENTS):
         return None
-    args, kwargs = full_arguments(node)
+    args, kwargs = (node.args, dict(node.kwargs)) if node.op == DOCUMENTS else full_arguments(node)
     assert isinstance(args[1], Ref) and isinstance(args[2], Ref)
     k, v = _unrepeated(args[1].name, graph), _unrepeated(args[2].name, graph)
     if k is None or v is None or graph.values[k].shape[1] != graph.values[v].shape[1]:

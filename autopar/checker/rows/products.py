@@ -4,6 +4,7 @@ mixtures of experts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
 from autopar.checker.rows.elements import Rows, aten, letters, redundant, without
@@ -125,6 +126,18 @@ def attention(call: WholeCall) -> OperationRow:
     sides = [dims(q, rows, True), *(dims(shape, "_", False) for shape in call.shapes[1:3])]
     sides += [dims(shape, rows, True) for shape in call.shapes[3:]]
     return OperationRow(tuple(sides), (dims(call.results[0], rows, True),))
+
+
+def attention_documents(call: WholeCall) -> OperationRow:
+    """``attention_documents(q, k, v, documents and positions of queries and keys)``: examples, heads, and queries, which know
+    their documents and positions."""
+    row = attention(replace(call, shapes=call.shapes[:3], arguments={}))
+    batch = call.shapes[0][0]
+    sides = []
+    for i, (examples, size) in enumerate(call.shapes[3:]):
+        first: Dim = (("b-4" if examples == batch else "", examples),)
+        sides.append((first, (("" if i % 2 else "s", size),)))
+    return OperationRow((*row.operands, *sides), row.results)
 
 
 def _option(call: WholeCall, name: str, number: str, default: object) -> object:
@@ -387,6 +400,7 @@ ROWS: Rows = {
     "aten.einsum": einsum,
     **aten("cdist _cdist_forward _euclidean_dist", distances),
     **dict.fromkeys(("aten.scaled_dot_product_attention", "ap.attention"), attention),
+    "ap.attention_documents": attention_documents,
     **aten("layer_norm rms_norm", layer_norm),
     "aten.group_norm": group_norm,
     "aten.instance_norm": instance_norm,

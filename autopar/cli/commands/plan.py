@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, percent, seconds, size
-from autopar.cli.tables.plan import baseline_table, expert_rows, stage_table
+from autopar.cli.tables.plan import baseline_table, document_rows, expert_rows, stage_table
 from autopar.errors import AutoparError
 from autopar.files import check_target
 from autopar.ir.describe import cut_short_text, describe, precision_text
@@ -86,6 +86,7 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
         seq=arguments.seq,
         batch_norm=getattr(arguments, "batch_norm", "global"),
         expert_load=getattr(arguments, "expert_load", 1.0),
+        document_lengths=getattr(arguments, "lengths", None),
         memory_margin=arguments.memory_margin,
         outputs=outputs_of(arguments),
         batch_dim=getattr(arguments, "batch_dim", None),
@@ -150,6 +151,7 @@ def summary(plan: Plan, console: Console) -> None:
                      "with more memory left is chosen"))  # fmt: skip
     if document.replicated_ops:
         rows.append(("no sharding rule", ", ".join(document.replicated_ops)))
+    rows += document_rows(plan)
     rows += expert_rows(plan)
     rows += _returned(plan)
     console.table(str(plan), ("", "chosen"), rows)

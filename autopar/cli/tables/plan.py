@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.cli.console import Console, seconds, size
+from autopar.cost_models.hardware.document_lengths import parse_document_lengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
 from autopar.ir import dims
 from autopar.ir.graph import Node
@@ -16,6 +17,7 @@ from autopar.ir.placement import Shard, local_shape
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.document import Baseline
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.operations.attention import DOCUMENTS
 from autopar.operations.table import operation
 from autopar.schedules.placement import chunks_of_stages
 
@@ -67,6 +69,15 @@ def _sizes(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         yield name, value_bytes(replace(value, shape=local_shape(micro_batch_shape, at, candidate.mesh.sizes)), 1)
 
 
+
+
+def document_rows(plan: Plan) -> list[tuple[str, str]]:
+    """A row where attention is within documents, which says what it is priced at."""
+    if not any(node.op == DOCUMENTS for block in plan.graph.blocks for node in block.nodes):
+        return []
+    tokens = parse_document_lengths(plan.document.cluster.description.get("document_lengths", {}), "the plan").tokens
+    price = f"documents of {tokens:,.0f} tokens (mean over tokens)" if tokens else "one document a sequence: say --lengths"
+    return [("documents", f"attention within documents, priced for {price}")]
 
 
 def expert_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -107,6 +107,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.linear_kn": _linear_kn,
     "ap.linear_float8_dynamic": torch.nn.functional.linear,
     "ap.attention": dense_attention.dense,
+    "ap.attention_documents": dense_attention.documents,
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,

@@ -17,11 +17,14 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.problem.problem import BlockTable, NodeStrategy, Problem, build_problem
 
 AXIS = "tp"
+PLAIN = {"exchange": Shard(1), "queries": Shard(2)}
+"""Attention on shards without a named function: of heads, after an all-to-all, and of queries."""
 
 
 def sequence_plan(graph: Graph, size: int, attention: str, cluster: Cluster, data: int = 1) -> Candidate:
     """`attention`: ``ring``, ``rows``, or, with all-to-all before and after it, ``exchange`` and ``heads`` (the function that
-    takes key heads that do not divide). Between blocks ``[B, S, H]`` is cut along S, and no matrix is cut."""
+    takes key heads that do not divide); ``queries`` where attention itself takes any shard of them. Between blocks ``[B, S, H]``
+    is cut along S, and no matrix is cut."""
     mesh = Mesh((Axis(DATA_AXIS, data), Axis(AXIS, size)))
     dtype = next(parameter.value.dtype for parameter in graph.parameters().values() if parameter.trainable)
     problem = build_problem(graph, mesh, cluster, Precision(dtype, dtype), "adamw", default_registry(), (0,))
@@ -29,7 +32,7 @@ def sequence_plan(graph: Graph, size: int, attention: str, cluster: Cluster, dat
     outcome = ilp.solve(made.model)
     assert outcome.values, f"no plan of {graph.name} cuts the sequence by {attention}"
     candidate = Candidate(mesh, decode(made, outcome.values).blocks, graph.batch, Precision(dtype, dtype))
-    assert functions(graph, candidate) == {f"ap.attention_{attention}" if attention != "exchange" else ""}
+    assert functions(graph, candidate) == {f"ap.attention_{attention}" if attention not in PLAIN else ""}
     return candidate
 
 
@@ -73,6 +76,6 @@ def _block(table: BlockTable, axis: int, attention: str) -> BlockTable:
 
 
 def _wanted(choice: NodeStrategy, axis: int, attention: str) -> bool:
-    if attention == "exchange":
-        return not choice.plan.function and choice.plan.results[0][axis] == Shard(1)
+    if attention in PLAIN:
+        return not choice.plan.function and choice.plan.results[0][axis] == PLAIN[attention]
     return choice.plan.function == f"ap.attention_{attention}"

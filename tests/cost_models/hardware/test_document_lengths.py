@@ -1,0 +1,64 @@
+"""Lengths of documents: what can be written, and what they make of the price of attention within documents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models.handwritten_blocks import Builder
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.document_lengths import DocumentLengths
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.errors import ClusterError
+from autopar.ir.graph import Block
+from autopar.ir.mesh import Axis, Mesh
+
+LENGTHS = (100, 100, 200)
+TOKENS = (100 * 100 * 2 + 200 * 200) / 400
+
+
+@pytest.mark.parametrize("given", [list(LENGTHS), {"100": 2, "200": 1}, {100: 2, 200: 1}])
+def test_tokens_that_a_token_is_among(given: Any, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text(json.dumps(given))
+    assert DocumentLengths.parse(given).tokens == DocumentLengths.parse(str(tmp_path / "lengths.json")).tokens == TOKENS
+
+
+def test_one_length() -> None:
+    assert DocumentLengths.parse("512") == DocumentLengths.parse(512) == DocumentLengths(512.0)
+
+
+@pytest.mark.parametrize("given", ["many", "", [], {}, [0], [-3, 5], {"a": 1}, {"5": -1}, [[1]], "nan", "1e400", "missing.json"])
+def test_nonsense_is_one_line(given: Any) -> None:
+    with pytest.raises(ClusterError, match=r"^[^\n]+$"):
+        DocumentLengths.parse(given)
+
+
+def test_a_cluster_keeps_it() -> None:
+    cluster = replace(Cluster.parse("dgx-h100:1"), document_lengths=DocumentLengths(128.0))
+    assert Cluster.from_dict(cluster.to_dict()).document_lengths == cluster.document_lengths
+
+
+def packed_attention(*, causal: bool = True) -> Block:
+    b = Builder("Layer")
+    q, k, v = (b.input(name, ("B", 8, 1024, 64)) for name in "qkv")
+    ids, positions = (b.input(name, ("B", 1024), dtype="int64") for name in ("ids", "positions"))
+    more = (positions, positions) if causal else ()
+    return b.block(b.op("ap.attention_documents", q, k, v, ids, ids, *more, shape=("B", 8, 1024, 64), name="attention"))
+
+
+def test_the_work_of_attention_grows_with_the_lengths() -> None:
+    """One document a sequence is causal attention; of documents of a quarter, a quarter of it; every query sees half of its
+    document on average where later keys are hidden."""
+    cluster, mesh = Cluster.parse("dgx-h100:1"), Mesh((Axis("dp", 8),))
+
+    def flops(tokens: float, causal: bool = True) -> float:
+        told = replace(cluster, document_lengths=DocumentLengths(tokens))
+        return BlockCosts(packed_attention(causal=causal), mesh, 8, told).profile("attention").forward_flops
+
+    whole = 2 * 8 * 8 * 1024 * 1024 * (64 + 64)
+    assert flops(0) == whole / 2 and flops(256) == whole / 8 and flops(5000) == whole / 2
+    assert flops(0, causal=False) == whole and flops(256, causal=False) == whole / 4

@@ -1,0 +1,85 @@
+"""Packed sequences of transformers' models: attention within documents by heads, by queries and by examples, against one process
+whose model makes the mask of all scores; and packed, padded and one by one the documents have one loss."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support.harness.comparison import differences
+from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_programs
+from support.models.lift_casts import LiftedCasts, lift_graph
+from support.models.small_models import VOCABULARY, make
+from support.plans.sequence_sharding import sequence_plan
+from torch import Tensor
+
+from autopar.capture import capture
+from autopar.program.build import program_text
+
+LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
+"""Lengths of the documents of each row."""
+
+
+def packed_batch(rows: tuple[tuple[int, ...], ...] = LENGTHS) -> dict[str, Tensor]:
+    """A batch as `DataCollatorWithFlattening` makes it, of several rows: position ids that restart, no loss at first tokens."""
+    torch.manual_seed(1)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    ids = torch.randint(0, VOCABULARY, positions.shape)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+@cache
+def packed(name: str) -> Prepared:
+    model, _ = make(name, torch.float64, 4)
+    batch = packed_batch()
+    graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
+    assert {node.op for block in graph.blocks for node in block.nodes if "attention" in node.op} == {"ap.attention_documents"}
+    shapes = [value.shape for block in graph.blocks for value in block.values().values()]
+    assert not any(shape[-2:] == (24, 24) for shape in shapes)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {key: tensor.detach().clone() for key, tensor in tensors if key in graph.parameters()}
+    return Prepared(name, graph, state, batch, reference(model, batch, True))
+
+
+def check(ranks: RankPool, name: str, texts: list[str], world: int) -> None:
+    prepared = packed(name)
+    answers = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in texts], world=world, timeout=300)
+    for rank in (0, world - 1):
+        for text, found in zip(texts, answers[rank], strict=True):
+            wrong = differences(found, prepared.expected, 1e-9)
+            assert not wrong, f"{name}, rank {rank}: {wrong[:5]}\n{text}"
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
+    prepared = packed(name)
+    forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
+    check(ranks, name, [program(prepared, plan(prepared, force)) for force in forces], 4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sharded_sequence_equals_one_process(size: int, ranks: RankPool) -> None:
+    """A shard of the queries begins and ends within documents."""
+    graph = packed("llama").graph
+    kinds = ("exchange", "queries") if size == 2 else ("queries",)
+    texts = [program_text(graph, sequence_plan(graph, size, kind, sharding_wins(size))) for kind in kinds]
+    assert all("C.attention_documents(" in text for text in texts)
+    check(ranks, "llama", texts, size)
+
+
+def test_packed_padded_and_one_by_one_have_one_loss() -> None:
+    """The losses of one process, with transformers' own masks."""
+    (model, _), batch = make("llama", torch.float64, 4), packed_batch()
+    documents = [piece for ids, row in zip(batch["input_ids"], LENGTHS, strict=True) for piece in ids.split(list(row))]
+    assert packed("llama").expected.loss == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
+    labels = padded.masked_fill(mask == 0, -100)
+    with LiftedCasts():
+        alone = [model(input_ids=ids[None], labels=ids[None]).loss.item() * (len(ids) - 1) for ids in documents if len(ids) > 1]
+        one_by_one = sum(alone) / sum(len(ids) - 1 for ids in documents)
+        losses = one_by_one, model(input_ids=padded, attention_mask=mask, labels=labels).loss.item()
+        assert losses == (pytest.approx(model(**batch).loss.item(), rel=1e-12),) * 2
