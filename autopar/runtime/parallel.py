@@ -15,8 +15,7 @@ from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
 from .comm.agreement import program_digest
-from .comm.heartbeat import Heartbeat, start_heartbeat
-from .comm.peer_watch import PATIENCE_SECONDS
+from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
 from .errors import RuntimeProblem, StateError
 from .generate import generate
