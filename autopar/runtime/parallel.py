@@ -30,8 +30,8 @@ from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
-from .state.host_optimizer import check_planned_offload, offload_as_planned
 from .state.materialize import State, materialize
+from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
 from .step.inputs import LocalBatch
