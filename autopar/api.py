@@ -48,8 +48,7 @@ from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
 from autopar.program.proof import require_proof
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
-from autopar.runtime.comm.heartbeat import join, watched
-from autopar.runtime.comm.peer_watch import PATIENCE_SECONDS
+from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.compat.modules import is_compiled
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
@@ -208,7 +207,7 @@ def _build(
 
 
 class _UnbuiltError(StateError, AttributeError):
-    """What a parallel model has only once it is built; so ``hasattr`` is False before."""
+    """An attribute that a parallel model has only once it is built; so ``hasattr`` is False before."""
 
 
 class Deferred(Parallel):
@@ -291,7 +290,7 @@ def _variant_maker(
     asked: PlanOptions,
     autocast: str,
 ) -> VariantMaker:
-    """What makes the programs of other calls."""
+    """Return the maker of programs for other calls."""
     args, kwargs = split_inputs(example_inputs)
     has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
     said = (text for text in asked.outputs if text.endswith(f":{LOSS}"))
@@ -309,7 +308,7 @@ def _variant_maker(
 
 
 def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:
-    """On rank 0, what a program cannot have of the model as it is."""
+    """Warn, on rank 0, of what a program cannot have of the model as it is."""
     if dist.get_rank():
         return
     if is_compiled(model) and not compile:

@@ -27,7 +27,7 @@ _MOST_DIMS = 64
 """Dimensions of a tensor in torch, at most."""
 
 _LARGEST = 2**31 - 1
-"""For batches, lengths and seconds: what is larger is a mistake, and may not fit the integers of a solver."""
+"""The largest batch, length or seconds: what is larger is a mistake, and may not fit the integers of a solver."""
 
 
 DocumentLengthsLike = str | float | Sequence[int] | Mapping[int, int] | None
@@ -124,7 +124,8 @@ def _check(options: PlanOptions | RuntimeOptions, checks: Checks) -> None:
         for field in fields.split():
             value = getattr(options, field)
             if not holds(value):
-                raise AutoparError(f"{field}={_shorten(value)} {message}")
+                said = message if isinstance(message, str) else message(value)
+                raise AutoparError(f"{field}={_shorten(value)} {said}")
 
 
 def _is_whole(value: object, least: int = 0, most: int = _LARGEST) -> bool:
@@ -148,6 +149,11 @@ def _are_names(value: Any) -> bool:
     return not isinstance(value, str) and isinstance(value, Sequence) and all(isinstance(each, str) for each in value)
 
 
+def _name_in(value: object) -> str:
+    """The name that was passed without a list around it, quoted; an example where it is none."""
+    return f'"{value}"' if isinstance(value, str) and 0 < len(value) <= 60 and value.isprintable() else '"logits"'
+
+
 def _are_dims(value: Any) -> bool:
     every = value.values() if isinstance(value, Mapping) else () if value is None else (value,)
     return all(_is_whole(each, most=_MOST_DIMS - 1) for each in every)
@@ -160,14 +166,14 @@ def _shorten(value: object) -> str:
     return repr(value)[:60]
 
 
-Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
+Checks = tuple[tuple[str, Callable[[Any], bool], str | Callable[[Any], str]], ...]
 
 _PLAN_CHECKS: Checks = (
     ("optimizer name source", _is_line, "is no text that a plan can hold: write printable characters"),
     ("batch seq processes", lambda value: value is None or _is_whole(value, 1),
      f"is no count: write a whole number of 1 to {_LARGEST}"),
     ("time_limit_seconds", _is_seconds, "is no number of seconds: write one above 0, such as 300"),
-    ("outputs", _are_names, 'is no list of names: write outputs=("logits",), or () for the loss alone'),
+    ("outputs", _are_names, lambda value: f"is no list of names: write outputs=({_name_in(value)},), or () for the loss alone"),
     ("expert_load", lambda value: isinstance(value, str) or (_is_number(value) and 1 <= value <= _LARGEST),
      "is no load of the busiest rank over the mean: write 1.0 or more"),
     ("document_lengths", lambda value: value is None or isinstance(value, (str, Sequence, Mapping)) or _is_number(value),

@@ -20,7 +20,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "flo
 
 
 def precision_of(precision: PrecisionLike | None, model: nn.Module) -> Precision:
-    """What was asked for; by default the dtype that most of the model's parameters have."""
+    """Return the precision that was asked for; by default the dtype that most of the model's parameters have."""
     if isinstance(precision, Precision):
         return precision
     if isinstance(precision, MixedPrecisionPolicy):
@@ -53,8 +53,8 @@ def _dtype_name(precision: object) -> str:
 
 
 def with_float8(precision: Precision, cluster: Cluster) -> Cluster:
-    """With products in float8 the cluster as compiled programs use it: in eager mode the casts cost more than the products save.
-    AutoparError on a device that has none, or beside another dtype."""
+    """Return the cluster as compiled programs use it, where products are in float8: in eager mode the casts cost more than the
+    products save. AutoparError on a device that has none, or beside another dtype."""
     if not precision.float8:
         return cluster
     if precision.compute != "bfloat16":
@@ -68,8 +68,8 @@ def with_float8(precision: Precision, cluster: Cluster) -> Cluster:
 
 
 def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:
-    """That of FSDP2's policy, whose gradients are summed in `param_dtype` unless it has a `reduce_dtype`. AutoparError where it
-    asks for what a program does not do."""
+    """Return the precision of FSDP2's policy, whose gradients are summed in `param_dtype` unless it has a `reduce_dtype`.
+    AutoparError where it asks for what a program does not do."""
     own = precision_of(None, model).master
     compute, reduce = (str(each).removeprefix("torch.") if each else "" for each in (policy.param_dtype, policy.reduce_dtype))
     if policy.output_dtype is not None:

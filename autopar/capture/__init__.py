@@ -1,6 +1,6 @@
 """Captures an unmodified model: `torch.export` of its forward, normalized, with repeated layers folded into one block.
 
-Start with `capture`. `tracing` exports the model, `convert` turns the exported program into a flat graph, `normalize` rewrites
+Start with `export`. `tracing` exports the model, `convert` turns the exported program into a flat graph, `normalize` rewrites
 it to the operations that rules know, `fold` finds repeated layers. `models` has the bundled models. Imports `ir` and torch.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.lengths import LOSS_OUTSIDE, CaptureOptions, Export
+from autopar.capture.export import LOSS_OUTSIDE, CaptureOptions, Export
 from autopar.capture.tracing.fake_copy import device_of
 from autopar.capture.tracing.trace import LossFunction
 from autopar.ir.graph import Graph

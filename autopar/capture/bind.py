@@ -24,7 +24,7 @@ _FORCED = {"use_cache": False}
 _CACHE = "past_key_values"
 
 BatchDim = int | tuple[tuple[str, int], ...] | None
-"""Where inputs have the batch: all of them, or (argument, dimension); None: as their sizes say."""
+"""The dimension of the inputs that is the batch: all of them, or (argument, dimension); None: as their sizes say."""
 
 
 @dataclass(frozen=True, slots=True)

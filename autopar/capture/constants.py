@@ -14,7 +14,7 @@ from autopar.ir.graph import Arg
 from autopar.operations.factories import ARANGE, CONSTANT, FULL, SCALAR
 
 WRITTEN_OUT = 32
-"""As many numbers stand in the program as they are."""
+"""The most numbers that stand in the program as they are."""
 LARGEST = 1 << 20
 """Bytes of a packed constant; a larger one is the model's state, and must be a buffer."""
 _PIECE = 480

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.normalize.recurrent import RECURRENT
+from autopar.capture.normalize.recurrent import is_fixed_recurrent
 from autopar.capture.tracing.places import HOST_ARGUMENTS, is_assertion, reads_number
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
@@ -122,13 +122,14 @@ class _Region:
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
             raise CaptureError(f"{self.title}: {target} cannot be captured inside of a branch: move it outside")
         schema, overload = target._schema.name.replace("::", "."), target._overloadname
-        if torch.Tag.nondeterministic_seeded in target.tags and schema not in RECURRENT:
+        op = schema if overload == "default" else f"{schema}.{overload}"
+        if torch.Tag.nondeterministic_seeded in target.tags and not is_fixed_recurrent(op, node.args):
             raise CaptureError(f"{self.title}: {schema} draws random numbers inside of a branch: draw outside, and pass them in")
         args = tuple(map(self.arg, node.args))
         if schema in RESHAPES:
             return RESHAPE, (args[0], _one_open(args[1])), ()
         kwargs = tuple((key, self.arg(item)) for key, item in node.kwargs.items() if key not in HOST_ARGUMENTS)
-        return schema if overload == "default" else f"{schema}.{overload}", args, kwargs
+        return op, args, kwargs
 
 
 def _one_open(sizes: Arg) -> Arg:

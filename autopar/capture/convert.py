@@ -39,7 +39,7 @@ from autopar.operations.factories import STRIDED
 from autopar.operations.views import COMPLEX_VIEW, SLICE, SPLIT
 
 _TENSOR_OVERLOADS = {"Tensor": "Tensor", "Scalar": "Tensor", "Tensor_Scalar": "Tensor_Tensor"}
-"""Of operations whose number may be a tensor without dimensions: the overload that takes it."""
+"""The overload that takes a tensor without dimensions in place of a number."""
 _NO_GRADIENT = frozenset(
     ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones")
     + ("new_full", "new_empty", "argmax", "argmin", "floor_divide", "bernoulli", "one_hot", "histc")

@@ -14,7 +14,7 @@ from autopar.operations.products import LINEAR, LINEAR_FLOAT8
 from autopar.operations.table import operation
 
 MULTIPLE = 16
-"""Of which the sizes of a float8 weight are multiples (torch's ``_scaled_mm``)."""
+"""The divisor of the sizes of a float8 weight (torch's ``_scaled_mm``)."""
 NOTE = "float8 products"
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from autopar.ir.graph import Node
 
 CALL_MARK = "@call"
-"""In module paths of the flat graph: the number of the module's call, from the second one on (``encoder@call1.layers.0``)."""
+"""The mark in module paths of the flat graph before the number of the module's call, from the second one on
+(``encoder@call1.layers.0``)."""
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules whose elements may be layers."""

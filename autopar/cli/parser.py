@@ -32,11 +32,11 @@ class Parser(argparse.ArgumentParser):
 
 
 MOST = 2**31 - 1
-"""Of a number on the command line."""
+"""The longest number on the command line."""
 
 
 _MOST_PROCESSES = 4
-"""Of a search by default: few problems of it do not wait for each other."""
+"""Processes of a search by default: few problems of it do not wait for each other."""
 
 
 def _usable_processes() -> int:

@@ -36,7 +36,7 @@ _TRACED_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What a run changes in the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
+    """The changes of a run to the graph of the model. `float8`: matrix products of the layers are float8; `recompute_cast`: their
     operands are saved uncast, and the backward recomputes the cast. `context`: degree of context parallelism. `ep`: degree of
     expert parallelism; `once`: a token is sent to each node once; `recompute_activation`: the
     backward computes the experts' activation function again (Megatron's ``--recompute-modules moe_act``); `permuted`, `fused`,

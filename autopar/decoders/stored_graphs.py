@@ -2,7 +2,7 @@
 
 ``data/decoders.json.gz`` has a graph for each kind of decoder (`graphs`) that the public table and the bundled models need; any
 other kind is captured when it is asked for. ``python tests/benchmarks/store_decoders.py`` writes the file again after a change of
-`modules` or of capture; ``tests/recipes/test_stored_graphs.py`` says when that is due.
+`modules` or of capture; ``tests/decoders/test_stored_graphs.py`` says when that is due.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def stored_path() -> Path:
 
 
 def stored_key(kind: Architecture, dtype: str) -> str:
-    """Of a kind of decoder. What is put into its graph afterwards (`graphs.graph_of`) is no part of the kind."""
+    """Return the key of a kind of decoder. What is put into its graph afterwards (`graphs.graph_of`) is no part of the kind."""
     return msgspec.json.encode([asdict(kind) | {"loss_in_place": False, "top_k": kind.top_k}, dtype]).decode()
 
 

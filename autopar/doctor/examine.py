@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.bind import batch_of, bind_inputs
-from autopar.capture.lengths import CaptureOptions, Export, input_shapes
+from autopar.capture.export import CaptureOptions, Export, input_shapes
 from autopar.capture.tracing.guards import refuse_complex, refuse_hooks
 from autopar.doctor import findings
 from autopar.doctor.findings import KINDS, Finding

@@ -21,7 +21,7 @@ from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry
 
 KINDS = ("refused", "replicated", "fixed", "slow")
-"""From the one that forbids a plan to those that make it slow."""
+"""The kinds of findings, from the one that forbids a plan to those that make it slow."""
 
 _LEAST_LAYERS = 3
 

@@ -14,16 +14,19 @@ from autopar.ir.plan_file.plan_file import Plan
 
 LOGGER = logging.getLogger("autopar")
 
+_EVERY_SECONDS = 5.0
+"""The seconds from one line of progress to the next."""
+
 
 @contextlib.contextmanager
-def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_seconds: float = 5.0) -> Iterator[None]:
+def saying_progress(model: str, cluster: str, time_limit_seconds: float) -> Iterator[None]:
     """Write a line at the start, and one now and then; on a terminal it is written over itself, and gone at the end."""
     started, done = time.monotonic(), threading.Event()
     LOGGER.info("planning %s for %s (at most %g s)", model, cluster, time_limit_seconds)
     terminal = sys.stderr.isatty()
 
     def say() -> None:
-        while not done.wait(every_seconds):
+        while not done.wait(_EVERY_SECONDS):
             seconds = time.monotonic() - started
             LOGGER.info("planning %s for %s: %.0f s", model, cluster, seconds)
             if terminal:
@@ -36,7 +39,7 @@ def saying_progress(model: str, cluster: str, time_limit_seconds: float, every_s
     finally:
         done.set()
         thread.join()
-        if terminal and time.monotonic() - started > every_seconds:
+        if terminal and time.monotonic() - started > _EVERY_SECONDS:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 

@@ -53,15 +53,15 @@ def line_that_fixes(graph: Graph) -> str:
 
 
 def why_fixed(graph: Graph) -> str:
-    """Why a graph whose batch is not symbolic is of this batch only, with the line of the model."""
+    """Return why a graph whose batch is not symbolic is of this batch only, with the line of the model."""
     line = line_that_fixes(graph)
     at = f" (it becomes a number at {line}: take it from x.shape[0], without int(), len() or a list)" if line else ""
     return f"{graph.name} was captured at a batch of {graph.batch} only{at}"
 
 
 def why_one_graph(graph: Graph) -> str:
-    """Why the backward runs from outside of the program, which excludes micro-batches and pipelines: in a sentence; empty where
-    the program has a loss, and gradients flow into parameters only."""
+    """Return why the backward runs from outside of the program, which excludes micro-batches and pipelines: in a sentence; empty
+    where the program has a loss, and gradients flow into parameters only."""
     for output in graph.outputs:
         if output.kind == "gradient":
             name = f"the output {output.path}" if output.path else "the model's result"
@@ -73,7 +73,7 @@ def why_one_graph(graph: Graph) -> str:
 
 
 def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) -> tuple[BatchTotal, ...]:
-    """What must be computed for the whole batch before its micro-batches run. PlanError, which names the operation, where
+    """Return what must be computed for the whole batch before its micro-batches run. PlanError, which names the operation, where
     micro-batches cannot give the loss and the gradients of the whole batch."""
     if not graph.batch_is_symbolic:
         raise PlanError(f"{why_fixed(graph)}: it takes one micro-batch")

@@ -19,7 +19,7 @@ _SHARDED_FUNCTIONS = {
     "moe_experts_dispatched": ("e", "expert parallel, tokens exchanged"),
     "moe_experts_owned": ("e", "expert parallel, tokens everywhere"),
 }
-"""By named function: the factor that it shards, and how people call that."""
+"""The factor that each named function shards, and how people call that."""
 _PRODUCTS = ("aten.linear", "ap.linear_float8", "ap.linear_float8_dynamic", "ap.linear_kn")
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention", "ap.attention_documents")
 _LINEAR = {"n": "column", "k": "row"}
@@ -116,7 +116,8 @@ def _parameters(graph: Graph, block: str) -> bool:
 
 
 def describe_axis(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, ...]:
-    """What one model axis shards: ``column- and row-parallel linears``, ``attention heads``, ``ring attention``, ..."""
+    """Return in words what one model axis shards: ``column- and row-parallel linears``, ``attention heads``, ``ring attention``,
+    ..."""
     linears, channels = set[str](), set[str]()
     others: dict[str, None] = {}
     found: dict[str, None] = {}
@@ -147,7 +148,7 @@ def describe_axis(graph: Graph, candidate: Candidate, axis: int) -> tuple[str, .
 
 
 def _between_blocks(graph: Graph, candidate: Candidate, axis: int) -> list[str]:
-    """How the activations ``[B, S, H]`` between repeated blocks are sharded."""
+    """Return in words how the activations ``[B, S, H]`` between repeated blocks are sharded."""
     found: dict[str, None] = {}
     for block in graph.blocks:
         values = block.values()

@@ -33,7 +33,8 @@ class Argument:
 
 
 OUTPUT_KINDS = ("gradient", "full", "dtensor")
-"""How a field of the result comes back: as a full tensor that takes gradients, as a full tensor without, as a DTensor without."""
+"""The ways in which a field of the result comes back: as a full tensor that takes gradients, as a full tensor without, as a
+DTensor without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Interface:
 
     @property
     def batch_dims(self) -> dict[str, int]:
-        """By input: where the user's tensor has the batch, if not at dimension 0."""
+        """The inputs whose tensors have the batch elsewhere than at dimension 0, each with the dimension."""
         return {each.input: each.batch_dim for each in self.arguments if each.batch_dim}
 
     @property

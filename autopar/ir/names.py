@@ -20,9 +20,9 @@ OP = r"[A-Za-z_][A-Za-z0-9_]*(?:(?:::|\.)[A-Za-z0-9_]+)+"
 LINE = r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*"
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z", max_length=LONGEST)]
-"""Of a value, block, node, argument or mesh axis; those of nn.Sequential may begin with a digit: "0_bias"."""
+"""The name of a value, block, node, argument or mesh axis; those of nn.Sequential may begin with a digit: "0_bias"."""
 Path = Annotated[str, Meta(pattern=rf"\A(?:{NAME}(?:\.{NAME})*)?\Z", max_length=LONGEST)]
-"""Of a module, parameter or buffer; the model's own is empty."""
+"""The path of a module, parameter or buffer; the model's own is empty."""
 Op = Annotated[str, Meta(pattern=rf"\A{OP}\Z", max_length=LONGEST)]
 Function = Annotated[str, Meta(pattern=rf"\A(?:{OP})?\Z", max_length=LONGEST)]
 """An operation, or none."""

@@ -65,7 +65,7 @@ class BlockPlan:
 
 
 OFFLOAD_DEVICES = ("cpu", "nvme")
-"""Where optimizer state may lie between steps, beside the device."""
+"""The places where optimizer state may lie between steps, beside the device."""
 
 
 REDUCTIONS = ("float32", "bfloat16", "float16", "float64")
@@ -74,8 +74,8 @@ REDUCTIONS = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a step computes and keeps its state: `compute` is the dtype of forward and backward, `master` that of the stored
-    parameters and their gradients. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
+    """The dtypes of a step and the place of its state: `compute` is the dtype of forward and backward, `master` that of the
+    stored parameters and their gradients. `offload_optimizer` is where the optimizer's state lies between steps: ``cpu`` (host
     memory), ``nvme``, or empty (on the device). `reduce` is the dtype in which gradients are summed over the data axis (FSDP2's
     ``reduce_dtype``); empty: `master`. With `float8` the linear modules of layers multiply in float8 (operands and results are of
     the dtype `compute`)."""

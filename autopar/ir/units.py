@@ -1,4 +1,4 @@
-"""What the examples of a model are counted in: tokens, images or samples."""
+"""The units that the examples of a model are counted in: tokens, images or samples."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def _verify_mesh(candidate: Candidate, devices: int | None) -> None:
 
 
 MOST_PASSES = 2**17
-"""Of micro-batches through chunks of stages in one step, since a schedule lists each: 64 stages and 2,048 micro-batches."""
+"""The most passes of micro-batches through chunks of stages in one step, since a schedule lists each: 64 stages and 2,048
+micro-batches."""
 
 
 def verify_pipeline(graph: Graph, candidate: Candidate) -> None:
@@ -216,7 +217,7 @@ def _text(conversion: Conversion) -> str:
 
 
 def _verify_recompute(where: str, plan: BlockPlan, produced: dict[str, Placements], plans: dict[str, NodePlan]) -> None:
-    """What is recomputed or offloaded exists, and a block that is recomputed as a whole names nothing of it."""
+    """Check that what is recomputed or offloaded exists, and a block that is recomputed as a whole names nothing of it."""
     unknown = [name for name in plan.recompute_nodes if name not in plans] + [
         name for name, _ in plan.offload if name not in produced
     ]

@@ -77,7 +77,7 @@ def single_heads_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | No
 
 
 def _alike(node: Node, shapes: tuple[Shape, ...]) -> bool:
-    """What all named functions require: four dimensions, and no dropout."""
+    """Return whether what all named functions require holds: four dimensions, and no dropout."""
     return all(len(shape) == 4 for shape in shapes[:3]) and argument(node, 4, "dropout_p", 0.0) == 0.0
 
 
@@ -91,7 +91,7 @@ def _heads(node: Node, shapes: tuple[Shape, ...]) -> bool:
 
 def is_mirrored(node: Node, shapes: tuple[Shape, ...]) -> bool:
     """Return whether ring attention exchanges halves of shards, which balances causal attention (see
-    `runtime.ops.ring_attention`)."""
+    `runtime.ops.attention.ring`)."""
     left, right = _window(node)
     causal = bool(argument(node, 5, "is_causal", False)) or right == 0
     rows = len(shapes) > 3 and len(shapes[3]) > 1 and shapes[3][-2] != 1
@@ -207,7 +207,7 @@ def with_packed_tokens(node: Node, tokens: float) -> Node:
 
 
 def _pairs(queries: int, keys: int, left: int, right: int) -> int:
-    """How many pairs (i, j) of a query and a key have ``-left <= j - i <= right``; -1 is without end."""
+    """Return the number of pairs (i, j) of a query and a key with ``-left <= j - i <= right``; -1 is without end."""
 
     def up_to(distance: int) -> int:
         """Pairs with ``j - i <= distance``: the sum over i of ``i + distance + 1``, between 0 and the number of keys."""

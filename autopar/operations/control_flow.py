@@ -52,7 +52,7 @@ def _words(prefix: str, shape: Shape, batch: Dim | None) -> str:
 
 
 def _batched_results(region: Region, shapes: Sequence[Shape], rule_of: RuleOf) -> list[bool] | None:
-    """Which results have the batch at dimension 0; None where the region is not batchwise."""
+    """Return which results have the batch at dimension 0; None where the region is not batchwise."""
     values = {name: Value(name, shape, "float32") for name, shape in zip(region.arguments, shapes, strict=True)}
     batched = {name for name, value in values.items() if _is_batched(value.shape)}
     if any(has_batch(size) for value in values.values() for size in value.shape[1:]):

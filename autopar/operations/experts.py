@@ -113,7 +113,8 @@ class ExpertShapes:
 
     @staticmethod
     def of(op: str, args: Sequence[Arg], kwargs: Mapping[str, Arg], operands: Sequence[Sequence[int]]) -> ExpertShapes:
-        """From ``ap.experts(x, scores, up, down, top_k, ep=...)``, or ``ap.moe_experts(x, experts, weights, up, down, ...)``."""
+        """Return the sizes of ``ap.experts(x, scores, up, down, top_k, ep=...)``, or ``ap.moe_experts(x, experts, weights, up,
+        down, ...)``."""
         if op == MOE_EXPERTS:
             x, ids, _, up, down, *_ = operands
             top_k, ep = ids[-1], 1

@@ -83,7 +83,7 @@ class Operation:
         return self.view or self.may_share
 
     def function(self, name: str) -> NamedFunction:
-        """Its named function of this name; a plain one where there is none."""
+        """Return its named function of this name; a plain one where there is none."""
         for each in self.functions:
             if each.name == name:
                 return each

@@ -27,7 +27,7 @@ from autopar.operations.pointwise import FIRST, elementwise_rule
 RESHAPE, SLICE, SPLIT, COMPLEX_VIEW = "aten.reshape", "aten.slice.Tensor", "aten.split.Tensor", "aten.view_as_complex"
 RESHAPES = (RESHAPE, "aten.view", "aten._unsafe_view")
 SLICE_END = 2**62
-"""Above it, the end of a slice is none."""
+"""The largest end of a slice: above it there is none."""
 
 
 def reshape_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

@@ -27,7 +27,7 @@ RECOMPUTE = (
     f"{'with Recompute(self.mesh.host_memory) as recompute:':<{COMMENT_COLUMN - 8}}  # the backward recomputes what runs by it"
 )
 BATCH_SIZES = {dims.BATCH: "self.mesh.own_examples", WHOLE_BATCH: "self.mesh.all_examples"}
-"""Where data ranks have uneven shards of the batch: the examples of one, and of all."""
+"""The names of the examples of one data rank, and of all, where these have uneven shards of the batch."""
 COLLECTIVE_NAMES = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",

@@ -1,4 +1,4 @@
-"""From a plan to a running program: the one place that lowers a candidate, renders its text and loads it."""
+"""The way from a plan to a running program: the one place that lowers a candidate, renders its text and loads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of a plan may stand in the text of a program: identifiers, strings in quotes, dtypes, sizes, operations, comments.
+"""The words of a plan that may stand in the text of a program: identifiers, strings in quotes, dtypes, sizes, operations,
+comments.
 
 A plan is data from anywhere. All text is written from what passes here and from `repr`, so that nothing of a plan is read as
 code, and nobody has to read the text again. PlanError, one line, for anything else.
@@ -117,7 +118,7 @@ def registered_name(op: str) -> str:
 
 @cache
 def _is_torch_operation(op: str, makes: bool = False) -> bool:
-    """With `makes` it may also be a factory."""
+    """Return whether this is an operation of torch; with `makes` it may also be a factory."""
     namespace, name, *overload = op.split(".")
     if namespace in TORCH_ONLY or len(overload) > 1:
         return False

@@ -14,7 +14,7 @@ from autopar.operations.table import operation
 from autopar.program.checks import check_node, dtype_source, registered_name, size_source
 
 Names = Callable[[str], str]
-"""From the name of a value to the expression that reads it."""
+"""The expression that reads each value, by its name."""
 
 WHOLE_BATCH = "B_all"
 """The whole batch, where data ranks have uneven shards of it."""

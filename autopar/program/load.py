@@ -26,7 +26,7 @@ class _Programs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _LOADED[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
+        """Do nothing: it has run."""
 
 
 def load_program(text: str) -> ModuleType:

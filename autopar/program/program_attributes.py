@@ -85,7 +85,7 @@ def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str
 
 
 def _interface_rows(interface: Interface | None) -> list[tuple[str, str, str]]:
-    """How the user passes the inputs, and the constant arguments."""
+    """The rows that say how the user passes the inputs, and the constant arguments."""
     if interface is None:
         return []
     every = interface.arguments

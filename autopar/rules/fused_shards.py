@@ -1,4 +1,4 @@
-"""Which dimensions are worth sharding in parts: ``S(2,3)`` for a fused query-key-value projection that is sharded by heads.
+"""The dimensions that are worth sharding in parts: ``S(2,3)`` for a fused query-key-value projection that is sharded by heads.
 
 A *part shard* (value, dim, parts) with parts > 1 arises where a view, split or grouped attention reads a dimension as a compound
 of factors and its minor factor is sharded. It spreads along factors through the block, in both directions. A connected set of

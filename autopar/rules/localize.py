@@ -50,7 +50,7 @@ def _of_all(arg: Arg) -> Arg:
 
 
 def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
-    """By position and name: the arguments that are sizes of the results, which are local."""
+    """Return the arguments, by position and name, that are sizes of the results, which are local."""
     packet, record = node.op.split(".")[1], operation(node.op)
     local: dict[tuple[int, str], Arg] = {}
     if record.sizes_at is not None:

@@ -89,11 +89,6 @@ class CachedGeneration:
         self.rows = rows
         return logits
 
-    def bytes_here(self) -> int:
-        """The bytes of the cache on this rank."""
-        past = [*self.cache.keys, *self.cache.values] if self.cache is not None else []
-        return sum(local_of(each).nbytes for each in past)
-
     def _refuse(self, reason: str) -> None:
         self.cache = None
         self.parallel.cache_record.refusal = reason

@@ -107,7 +107,7 @@ class RootModule(nn.Module):
     precision: tuple[str, str] = ("float32", "float32")
     reduce_dtype: str = ""
     position: int = 0
-    """Its number in the model's order."""
+    """The number of this one in the model's order."""
 
     def __init__(self, mesh: MeshHandle) -> None:
         super().__init__()

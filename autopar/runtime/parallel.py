@@ -15,8 +15,7 @@ from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
 from .comm.agreement import program_digest
-from .comm.heartbeat import Heartbeat, start_heartbeat
-from .comm.peer_watch import PATIENCE_SECONDS
+from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
 from .errors import RuntimeProblem, StateError
 from .generate import generate
@@ -31,8 +30,8 @@ from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
-from .state.host_optimizer import check_planned_offload, offload_as_planned
 from .state.materialize import State, materialize
+from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
 from .step.inputs import LocalBatch

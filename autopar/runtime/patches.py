@@ -39,7 +39,7 @@ from .tensors.torch_functions import (
 from .tensors.view_writes import write_through_views
 
 _FSDP2_WARNING = "FSDP2-wrapped module"
-"""It warns of in-place writes into views that a block returns; generated code never writes in place."""
+"""The warning of FSDP2 about in-place writes into views that a block returns; generated code never writes in place."""
 
 
 def apply_patches() -> None:

@@ -31,8 +31,8 @@ from .plain.plain_model import PlainModel
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
 from .state.gradient import clip_gradients, stand_in
-from .state.host_optimizer import offload_optimizer
 from .state.materialize import State
+from .state.offload_optimizer import offload_optimizer
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork

@@ -35,7 +35,7 @@ MOST_VARIANTS = 64
 """Programs that are kept; the least recently used one goes first."""
 
 MANY_VALUES = 4
-"""After so many values of one attribute, each with a program of its own, a warning says what costs less."""
+"""The number of values of one attribute, each with a program of its own, after which a warning says what costs less."""
 
 LOGGER = logging.getLogger("autopar")
 

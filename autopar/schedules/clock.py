@@ -78,9 +78,9 @@ class ScheduleClock:
     steps: tuple[tuple[int, int, int, int, int, int], ...]
     cells: tuple[int, ...]
     busy: tuple[tuple[tuple[int, int], ...], ...]
-    """Per rank: (slot, how often)."""
+    """The (slot, how often) of each rank."""
     sent: tuple[tuple[tuple[int, int], ...], ...]
-    """Per rank: (cut, how often)."""
+    """The (cut, how often) of each rank."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleClock:

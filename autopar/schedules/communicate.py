@@ -22,7 +22,7 @@ def with_communication(schedule: Schedule, zero: Sequence[int] | None = None) ->
     forward, ``RESHARD`` after the reduction. With 3 each block gathers when it runs, and there is nothing to do for a chunk.
     """
     rank_of, last = schedule.rank_of, schedule.chunks - 1
-    posted = _posted_receives(schedule, rank_of)
+    posted = _posted_receives(schedule)
     out: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(schedule.ranks):
         state_before, state_after = _state_actions(actions, zero)
@@ -47,7 +47,7 @@ def _sent(action: Action, rank_of: Sequence[int], last: int) -> Action | None:
     return None
 
 
-def _posted_receives(schedule: Schedule, rank_of: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
+def _posted_receives(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
     """Return (rank, cell) -> the receives that are posted before that cell."""
     order = topological_order(schedule)
     index = {pair: number for number, pair in enumerate(zip(order.rank, order.cell, strict=True))}

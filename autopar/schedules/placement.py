@@ -9,7 +9,7 @@ from autopar.ir.plan import Pipeline
 from autopar.schedules.named_schedules import builder_named
 
 _CHUNK = pattern(r"^(\d+)[A-Z]")
-"""Only the chunk of an action: the text of a long schedule is not parsed for that."""
+"""The chunk of an action alone: the text of a long schedule is not parsed for that."""
 
 
 def chunks_of_stages(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:

@@ -23,6 +23,9 @@ _MOST_TIMES = 512
 _MOST_NODES = 4096
 """Clusters up to so many times the given one, and so many nodes more, are tried."""
 
+_MOST_SOLVED = 24
+"""The most integer programs that look for changes."""
+
 _HOST = OffloadTarget("PCIe 4", 64 * _GIB, 25e9, 25e9, 10e-6)
 """The host memory that is assumed where the cluster file has none: 64 GiB and 16 lanes of PCIe 4 for each device."""
 
@@ -40,12 +43,11 @@ class Relaxation:
 
 
 def explanation(
-    graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, solvers: Sequence[MeshSolver] = (),
-    most_solved: int = 24,
-) -> str:  # fmt: skip
+    graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry, solvers: Sequence[MeshSolver] = ()
+) -> str:
     """Write one line of what is short, then one per change that would do, the cheapest first. `solvers` know a lower bound of the
-    shortage. At most `most_solved` integer programs look for changes."""
-    search = MinimumMemory(registry, most_solved, least_memory_pipeline)
+    shortage."""
+    search = MinimumMemory(registry, _MOST_SOLVED, least_memory_pipeline)
     nearest = minimum_memory_plan(graph, cluster, options, search)
     least = min((solver.result.shortage_bytes for solver in solvers), default=0.0)
     if nearest is not None and not nearest.shortage_bytes and not options.force:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from autopar.solve.pipeline.synthesize import Synthesis
 
 FORCED_EFFORT = 12.0
-"""For a schedule that the user asked for (see `synthesize`)."""
+"""The effort for a schedule that the user asked for (see `synthesize`)."""
 
 DEFAULT_EFFORT = 1.0
 DEFAULT_ACTIONS = 400
-"""And one that nobody asked for; only where there are no more actions than this."""
+"""The most actions of a schedule that nobody asked for: it is only looked for where there are no more actions than this."""
 
 Progress = Callable[[str], None]
 

@@ -1,7 +1,7 @@
 """The decoder of a published run: the sizes that the row states, and the details that are known of its model family and of the
 software stack that ran it.
 
-Start with `architecture_of`. The table `_FAMILIES` has what a model's name says, `recipes.software` what the software's says.
+Start with `architecture_of`. The table `_FAMILIES` has what a model's name says, `software.known` what the software's says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class NotExpressed(AutoparError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the name of a model says. `known_size` is (hidden size, heads) of the one member of the family that is known."""
+    """The facts that the name of a model says. `known_size` is (hidden size, heads) of the one member of the family that is
+    known."""
 
     gelu: bool = True
     rope: bool = False
@@ -45,10 +46,10 @@ _DEEPSEEK = Family(
 )
 """DeepSeek-V3 (arXiv 2412.19437, section 4.2): one shared expert, the first three layers dense, ranks and head sizes."""
 _LLAMA4 = Family(shared_expert=True)
-"""Its shared expert is as large as a routed one (model card)."""
+"""Llama 4: its shared expert is as large as a routed one (model card)."""
 _QWEN3 = Family(norm_heads=True)
 _FAMILIES = {"nemotron": _NEMOTRON, "deepseek": _DEEPSEEK, "llama-4": _LLAMA4, "llama 4": _LLAMA4, "qwen3": _QWEN3}
-"""By a word of the model's name in lower case."""
+"""The families, by a word of the model's name in lower case."""
 
 
 _GPT2_VOCABULARY = 51200

@@ -1,4 +1,4 @@
-"""How a published run was parallelized: its cluster, and the fixed configuration that the planner prices."""
+"""The configuration of a published run: its cluster, and the fixed configuration that the planner prices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PRESETS = {
     "MI325X": ("mi325x", 400.0),
     "MI355X": ("mi355x", 400.0),
 }
-"""By device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose memory is not
-stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
+"""The presets by device name: the bundled cluster, and the Gbit/s per device of the network in its data sheet. An A100 whose
+memory is not stated is the one of 80 GB, of which most published runs are (`assumed_of`)."""
 
 VARIANTS = {"h100-96gb-2.4TBps-500W": (94.5 * GIB, 2.4e12)}
 """Memory bytes and bandwidth of devices that differ from the preset (torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
@@ -159,7 +159,7 @@ def layer_share(row: Row) -> float | None:
 
 
 def assumed_of(row: Row) -> tuple[str, ...]:
-    """What is assumed where the source does not state it."""
+    """Return what is assumed where the source does not state it."""
     out = []
     if not row.act_ckpt:
         out.append("no recomputation")
@@ -198,8 +198,8 @@ def release_of(row: Row) -> str:
 
 
 SQUAD_TOKENS = 220
-"""Of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we use
-SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad),
+"""The tokens of a sample of SQuAD 1.1, on which NeMo's fine-tuning is measured (NeMo-Framework-Launcher, examples/README.md: "we
+use SQuAD-v1.1, and the inputs are packed to 4096 tokens"): 98,169 samples have 94.06 MiB (tensorflow.org/datasets/catalog/squad),
 1,005 bytes each, some 4.5 of them a token. Samples in a pack do not see each other (docs.nvidia.com/nemo-framework, Sequence
 Packing)."""
 

@@ -21,7 +21,7 @@ Item = tuple[Row, RowSetup]
 Constants = Mapping[str, float]
 
 USUAL = {"matmul": 0.62, "memory": 0.6, "attention": 0.4, "network": 0.9}
-"""Where each fit begins, and towards which a stack with few runs is pulled."""
+"""The constants at which each fit begins, and towards which a stack with few runs is pulled."""
 
 PULL = 0.01
 MAX_ERROR = 0.4
@@ -43,7 +43,7 @@ FEWEST = 4
 """Runs of a fit: more than it has constants."""
 
 ROWS_OF_SOURCE = 12
-"""So many runs of a source are used, evenly picked: every source weighs the same anyway."""
+"""The number of runs of a source that are used, evenly picked: every source weighs the same anyway."""
 
 _LEAST = 0.05
 _REACH = 1.6
@@ -130,7 +130,7 @@ def _descend(
 
 
 def picked(items: Iterable[Item]) -> list[Item]:
-    """At most `ROWS_OF_SOURCE` runs of each source."""
+    """Return at most `ROWS_OF_SOURCE` runs of each source."""
     sources: dict[str, list[Item]] = defaultdict(list)
     for item in items:
         sources[item[0].source].append(item)

@@ -10,7 +10,7 @@ from autopar.validate.rows import Row
 from autopar.validate.summary import measure_of
 
 MORE_COMMUNICATORS = {"megatron-deepspeed": 8}
-"""By software: communicators beside one for each axis and that of all ranks. Megatron-DeepSpeed has those of Megatron's
+"""The communicators, by software, beside one for each axis and that of all ranks. Megatron-DeepSpeed has those of Megatron's
 parallel_state (data, tensor, pipeline; also tensor and pipeline together, and the embeddings of the first and last stage) and
 again those of DeepSpeed's PipelineParallelGrid (data, pipeline, slice, model) with one for tied weights, which its engine uses in
 their place; megatron/mpu/initialize.py, deepspeed/runtime/pipe/topology.py."""
@@ -27,7 +27,7 @@ def measured_stage(row: Row, evaluation: Evaluation) -> StageMemory:
 
 
 def run_memory(row: Row, stage: StageMemory) -> DeviceMemory:
-    """Of one stage of a run, under its software."""
+    """The memory of one stage of a run, under its software."""
     more = MORE_COMMUNICATORS.get(row.software_stack, 0) * COMMUNICATOR_BYTES
     return DeviceMemory(stage.tensor_bytes, stage.reserved_bytes, stage.peak_bytes + more)
 
@@ -41,5 +41,5 @@ def predicted_bytes(row: Row, evaluation: Evaluation, measure: str = "") -> floa
 
 
 def least_bytes(row: Row, evaluation: Evaluation) -> float:
-    """What the run cannot do without, on its fullest stage: with less it is sure to run out of memory."""
+    """Return the bytes that the run cannot do without, on its fullest stage: with less it is sure to run out of memory."""
     return max(run_memory(row, stage).least for stage in evaluation.stage_memory)

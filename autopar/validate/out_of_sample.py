@@ -55,7 +55,7 @@ def leave_one_source_out(
 
 
 def _pool(groups: dict[Group, list[Item]], group: Group, pools: dict[object, Fitter]) -> Fitter:
-    """Of all stacks of the generation whose attention is of the same kind."""
+    """Return the runs of all stacks of the generation whose attention is of the same kind."""
     names = constant_names(groups[group])
     if (group[1], names) not in pools:
         same = [each for (_, generation), each in groups.items() if generation == group[1] and constant_names(each) == names]

@@ -55,7 +55,8 @@ def stack_of(cluster: Cluster, row: Row, constants: Constants) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class RowSetup:
-    """What does not depend on constants: the graph of the row at its batch, the candidate, and the cluster of the data sheets."""
+    """The part of a row that does not depend on constants: the graph of the row at its batch, the candidate, and the cluster of
+    the data sheets."""
 
     graph: Graph
     candidate: Candidate
@@ -156,6 +157,6 @@ class Session:
             return PricedRow(row, None, f"unforeseen: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
 
 
-def price_rows(rows: Iterable[Row], constants: Constants = None, session: Session | None = None) -> tuple[PricedRow, ...]:
+def price_rows(rows: Iterable[Row], session: Session | None = None) -> tuple[PricedRow, ...]:
     """The rows with their predicted cost, or with the reason why there is none. A `session` caches captures and placements."""
-    return (session or Session()).price(rows, constants)
+    return (session or Session()).price(rows)

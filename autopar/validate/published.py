@@ -70,7 +70,7 @@ def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def measured_runs(rows: Iterable[Row]) -> tuple[MeasuredRun, ...]:
-    """What is shown beside prices of recipes (`recipes.measured`)."""
+    """Return the runs that are shown beside prices of recipes (`software.measured`)."""
     devices = {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
     names = {gpu: name for name, gpu in devices.items()}
     runs = (_measured_run(row, names[row.gpu]) for row in rows if row.gpu in names and row.step_seconds and row.global_batch)

@@ -149,8 +149,8 @@ def _costs(point: Comparison) -> tuple[float, float]:
 
 
 def ordered_pairs(sweep: Sequence[Comparison]) -> list[float]:
-    """For each pair that differs by more than `DIFFERENT`: 1 if the prediction has the same order, 0 if it has the opposite one,
-    and 0.5 if the predictions are equal (as a coin would score)."""
+    """Return, for each pair that differs by more than `DIFFERENT`: 1 if the prediction has the same order, 0 if it has the
+    opposite one, and 0.5 if the predictions are equal (as a coin would score)."""
     out: list[float] = []
     for one, two in combinations(map(_costs, sweep), 2):
         slow, fast = max(one[0], two[0]), min(one[0], two[0])
@@ -161,7 +161,7 @@ def ordered_pairs(sweep: Sequence[Comparison]) -> list[float]:
 
 
 def regret(sweep: Sequence[Comparison]) -> float:
-    """How much slower than the fastest row that one is which is predicted to be the fastest; of a tie, the slowest."""
+    """Return by how much the row that is predicted to be the fastest is slower than the fastest; of a tie, the slowest."""
     costs = [_costs(point) for point in sweep]
     chosen = min(predicted for _, predicted in costs)
     return max(measured for measured, predicted in costs if predicted == chosen) / min(measured for measured, _ in costs) - 1
@@ -181,7 +181,7 @@ class MemoryErrors:
 
 
 def measure_of(row: Row) -> str:
-    """How the memory of a row was measured: ``allocated``, ``reserved``, ``nvidia_smi`` or ``unstated``."""
+    """Return how the memory of a row was measured: ``allocated``, ``reserved``, ``nvidia_smi`` or ``unstated``."""
     text = row.memory_measure.lower()
     if "nvidia-smi" in text:
         return "nvidia_smi"
@@ -191,8 +191,8 @@ def measure_of(row: Row) -> str:
 
 
 UNSURE = 0.01
-"""What is allocated is predicted this well (the median error of the runs that measured it): a run is *sure* to be out of memory
-where it lacks more than this share of the device."""
+"""The error with which allocated bytes are predicted (the median error of the runs that measured it): a run is *sure* to be out
+of memory where it lacks more than this share of the device."""
 
 
 def memory_errors(points: Sequence[Comparison], capacity: Callable[[Comparison], float]) -> dict[str, Any]:

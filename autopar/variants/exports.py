@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture.bind import batch_of, bind_inputs
-from autopar.capture.lengths import CaptureOptions, Export
+from autopar.capture.export import CaptureOptions, Export
 from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph

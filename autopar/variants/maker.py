@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_
 
 from autopar import errors
 from autopar.capture.bind import TARGET
-from autopar.capture.lengths import CaptureOptions
+from autopar.capture.export import CaptureOptions
 from autopar.capture.modes import CapturedModes
 from autopar.capture.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
@@ -44,7 +44,7 @@ from autopar.variants.planner import plan_variant
 T = TypeVar("T")
 
 MOST_BYTES = 2**30
-"""Of a field that a call without gradients returns unasked; a larger one (logits of a large vocabulary) is left out."""
+"""The largest field that a call without gradients returns unasked; a larger one (logits of a large vocabulary) is left out."""
 
 
 def on_first_rank(make: Callable[[], T]) -> T:

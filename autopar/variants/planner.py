@@ -39,7 +39,7 @@ from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
 
 _ITERATIONS = 100_000
-"""Of the simplex method, for the integer program of a variant."""
+"""The iterations of the simplex method, for the integer program of a variant."""
 
 _GAP = 1e-3
 

@@ -16,7 +16,7 @@ from autopar.verification.single import LEARNING_RATE
 NOISE = 1e-5
 """A gradient whose values are all below this fraction of the largest gradient is taken for rounding noise."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 5e-2}
-"""By compute dtype; for the loss and outputs also by their own dtype, which is float32 in some models."""
+"""The tolerances by compute dtype; for the loss and outputs also by their own dtype, which is float32 in some models."""
 ROUNDING_FACTOR = 4.0
 """A program in float32 may be so many times as far from one process as that is from float64: it adds up in other orders."""
 

@@ -39,7 +39,7 @@ Job = dict[str, Any]
 Launch = Callable[[Job, int], list[dict[str, Any]]]
 
 _MOVES = 3
-"""How often one process is run with numbers that are off by a rounding."""
+"""The number of times that one process is run with numbers that are off by a rounding."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Subject:
     reference: SingleRun | None = None
     source: str = ""
     sizes: tuple[int | None, int | None] = (None, None)
-    """What the model is loaded from, with its batch and length: ranks need the code of opaque modules."""
+    """The source that the model is loaded from, with its batch and length: ranks need the code of opaque modules."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class ModeProof:
     unsteady: bool = False
     """Whether one process was run beside itself with numbers that are off by a rounding, and was as far from itself."""
     departs: str = ""
-    """Where they differ: the first module whose output or gradient departs, and by how much."""
+    """The place where they differ: the first module whose output or gradient departs, and by how much."""
 
     @property
     def equal(self) -> bool:
@@ -170,7 +170,7 @@ def prove(subject: Subject, plan: Plan, cluster: Cluster, say: Say, launch: Laun
     """Run both sides in the mode that the model has, and in the other one; and compare. `launch` makes a job's runs on
     ranks (by default on spawned processes)."""
     launch = launch or spawned
-    _check_batch(subject, plan)
+    _check_batch(plan)
     graph = lift_casts(plan.graph) if subject.lift else plan.graph
     first = subject.reference or run_reference(subject)
     own = subject.model.training
@@ -252,7 +252,7 @@ def _exact(subject: Subject, reference: SingleRun, training: bool, backward: boo
             return None
 
 
-def _check_batch(subject: Subject, plan: Plan) -> None:
+def _check_batch(plan: Plan) -> None:
     if plan.graph.batch != plan.candidate.batch:
         raise BatchError(
             f"the plan is for a batch of {plan.candidate.batch}, the example inputs hold {plan.graph.batch}: let the factory "

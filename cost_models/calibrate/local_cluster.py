@@ -29,7 +29,7 @@ from autopar.errors import ClusterError, FileError
 from autopar.files import read_json, write_whole
 
 RETRY_SECONDS = 600.0
-"""For how long an unreliable measurement is used, at first; each further one doubles it."""
+"""The seconds for which an unreliable measurement is used, at first; each further one doubles it."""
 
 THOROUGH_TRIES = 10
 
@@ -40,7 +40,7 @@ _MEASURED_HOW = 3
 """Goes up when timings mean something else: 2 since collectives are timed between products, 3 with tables by message size."""
 
 STALE_SECONDS = 30 * 86400.0
-"""For how long any measurement is used."""
+"""The seconds for which any measurement is used."""
 
 
 def default_local_cluster(processes: int) -> Cluster:

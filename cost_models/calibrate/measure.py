@@ -35,13 +35,13 @@ QUANTILE = 0.25
 TIME_LIMIT_SECONDS = 300.0
 QUICK_SECONDS = 10.0
 LARGE_BYTES = 2**21
-"""From here on a collective is bound by bandwidth."""
+"""The bytes from which on a collective is bound by bandwidth."""
 
 PACKED_MATRICES, PACKED_ROWS, PACKED = 4, 16, 2048
 """Products of few rows by square weights, which are packed for as long as the arithmetic takes, and are more than caches hold."""
 
 WIRE_BYTES = 2**17
-"""From here on a collective over a link between machines is bound by that link."""
+"""The bytes from which on a collective over a link between machines is bound by that link."""
 
 
 @dataclass(frozen=True, slots=True)

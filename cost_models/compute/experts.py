@@ -21,7 +21,8 @@ from autopar.cost_models.hardware.device_specs import Device
 from autopar.operations.experts import ExpertShapes
 
 _ACCESSES = 8
-"""How often a token copy of `hidden` elements is read or written by permute, sort, unsort and unpermute, forward."""
+"""The number of times that a token copy of `hidden` elements is read or written by permute, sort, unsort and unpermute,
+forward."""
 
 _DISPATCHED = 2
 """Accesses of `hidden` where the dispatcher permutes: a copy is written by the dispatch, and read by the combination; the
@@ -63,7 +64,7 @@ class ExpertsCost:
 
     @property
     def launches(self) -> tuple[int, int]:
-        """How often the host launches, forward and backward."""
+        """The launches of the host, forward and backward."""
         return _RAGGED_LAUNCHES if self.ragged else (_KERNELS + 2, _KERNELS + 4)
 
     def seconds(

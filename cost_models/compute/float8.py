@@ -18,7 +18,8 @@ _EAGER = 11.5
 
 
 def scaling_seconds(device: Device, operand_bytes: float, result_bytes: float) -> tuple[float, float]:
-    """Of one linear layer on one rank, forward and backward; bytes of x and the weight, and of the result."""
+    """Return the seconds of the casts of one linear layer on one rank, forward and backward, from the bytes of x and the weight,
+    and those of the result."""
     accesses = _FUSED if device.fused else _EAGER
     return (
         streaming_seconds(device, accesses * operand_bytes),

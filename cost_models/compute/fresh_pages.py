@@ -15,7 +15,7 @@ MMAP_THRESHOLD_BYTES = 2**25
 
 
 def fresh_page_seconds(device: Device, tensor_bytes: Iterable[float]) -> float:
-    """Of new tensors of these sizes on one device; 0 where the device says nothing of it."""
+    """Return the seconds of new tensors of these sizes on one device; 0 where the device says nothing of it."""
     if not device.fresh_page_bytes_per_second:
         return 0.0
     return sum(size for size in tensor_bytes if size >= MMAP_THRESHOLD_BYTES) / device.fresh_page_bytes_per_second

@@ -1,6 +1,6 @@
-"""What software with fused kernels saves for the backward (`StateLayout.fused_saves`): a norm its input, a gated activation the
-operands of its kernel, a loss its logits. What autograd would save of the single operations is recomputed inside the backward's
-kernel.
+"""Tensors that software with fused kernels saves for the backward (`StateLayout.fused_saves`): a norm its input, a gated
+activation the operands of its kernel, a loss its logits. What autograd would save of the single operations is recomputed inside
+the backward's kernel.
 
 Transformer Engine, apex and Megatron's ``bias_swiglu_fusion``; flash-attention's cross entropy. Times do not change: the
 constants of a stack say what its kernels reach.
@@ -61,7 +61,7 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
 
 
 def _without_inner(node: Node, what: SavedTensors, inside: frozenset[str]) -> SavedTensors:
-    """Without tensors that only the kernel itself sees."""
+    """Return the tensors without those that only the kernel itself sees."""
     operands = tuple(flag and name not in inside for name, flag in zip(node.operands(), what.operands, strict=True))
     results = tuple(flag and value.name not in inside for value, flag in zip(node.outputs, what.results, strict=True))
     return replace(what, operands=operands, results=results)

@@ -29,7 +29,7 @@ def is_streaming(node: Node) -> bool:
 
 
 def fusable_values(block: Block) -> FusableValues:
-    """Of a block; a view counts as the value that it views."""
+    """Return the fusable values of a block; a view counts as the value that it views."""
     made: set[str] = set()
     outside = set(block.outputs) | {name for _, name in block.updates}
     viewed: dict[str, str] = {}

@@ -35,12 +35,12 @@ _ROW = 16
 """Bytes at whose multiples a row must begin."""
 
 VECTOR_DTYPE = "float32"
-"""At whose rate the vector units compute."""
+"""The dtype at whose rate the vector units compute."""
 
 _CONVERTED = 1.27
-"""How many times longer products of 16 bits take than products of float32, both on the vector units: the least of 1.27 to 1.57
-in five pairs of attention of 197 tokens on an A100, less the time of its other kernels (github.com/facebookresearch/xformers,
-pull request 587); their absolute times ask for less."""
+"""The factor by which products of 16 bits take longer than products of float32, both on the vector units: the least of 1.27 to
+1.57 in five pairs of attention of 197 tokens on an A100, less the time of its other kernels
+(github.com/facebookresearch/xformers, pull request 587); their absolute times ask for less."""
 
 _HEAD = 30
 _SEQUENCE = 300
@@ -64,7 +64,7 @@ def product_efficiency(count: int, m: int, n: int, k: int, multiprocessors: int,
 
 
 def arithmetic_slowdown(device: Device, dtype: str) -> float:
-    """How many times longer a product in `dtype` computes than one in 16 bits; at least 1."""
+    """Return the factor by which a product in `dtype` computes longer than one in 16 bits; at least 1."""
     half = max(map(device.peak_flops_per_second, ("bfloat16", "float16")))
     return max(1.0, half / device.matrix_peak_flops_per_second(dtype))
 
@@ -87,7 +87,7 @@ def rows_aligned(device: Device, dtype: str, n: int, k: int) -> bool:
 
 
 def product_flops_per_second(device: Device, dtype: str, aligned: bool) -> float:
-    """What large products reach, with rows that are `aligned` or not."""
+    """Return the FLOP/s that large products reach, with rows that are `aligned` or not."""
     if aligned:
         return device.product_flops_per_second(dtype)
     return device.peak_flops_per_second(VECTOR_DTYPE) * device.matmul_fraction / _CONVERTED
@@ -127,7 +127,7 @@ def operation_seconds(device: Device, arithmetic_seconds: float, memory_seconds:
 
 
 def product_memory_seconds(device: Device, accessed_bytes: float) -> float:
-    """Of a matrix product's operands and results, besides its arithmetic."""
+    """Return the seconds of the traffic of a matrix product's operands and results, besides its arithmetic."""
     rate = device.product_bytes_per_second
     return accessed_bytes / rate if rate else streaming_seconds(device, accessed_bytes)
 

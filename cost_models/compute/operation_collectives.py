@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from autopar.cost_models.comm.shard_groups import operation_collective_seconds
+from autopar.cost_models.compute.overlapped_collectives import exposed_blocks
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir import dims
@@ -44,8 +45,7 @@ def exposed_collective_seconds(
     work: Sequence[int], computing: tuple[float, float],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:  # fmt: skip
     """Exposed seconds per axis, forward and backward, of the collectives inside the operation. `work` is how many ways each axis
-    shards the work, `computing` the seconds of compute, forward and backward. A collective of n blocks that overlaps (ring
-    attention) hides all blocks but the first behind compute."""
+    shards the work, `computing` the seconds of compute, forward and backward."""
     exposed, overlapped = ([[0.0] * len(mesh.sizes) for _ in range(2)] for _ in range(2))
     for factor, collective in inner_collectives(node, values, plan.function):
         for axis, sharded in enumerate(plan.factors):
@@ -58,5 +58,5 @@ def exposed_collective_seconds(
             side[axis] += operation_collective_seconds(collective, full, axis, plan.factors, cuts, mesh, cluster)
     for seconds, hidden, compute in zip(exposed, overlapped, computing, strict=True):
         for axis, size in enumerate(mesh.sizes):
-            seconds[axis] += max(0.0, hidden[axis] - compute * (size - 1) / size)
+            seconds[axis] += exposed_blocks(hidden[axis], compute, size)
     return tuple(exposed[0]), tuple(exposed[1])

@@ -67,7 +67,7 @@ class ProductShapes:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What does not depend on placements: global FLOPs and bytes.
+    """The part of an operation's cost that does not depend on placements: global FLOPs and bytes.
 
     forward_operands, forward_results, backward_operands, backward_results: how often a pass reads or writes the bytes of each
         operand and result.
@@ -104,7 +104,7 @@ class Profile:
 
     @property
     def launches(self) -> tuple[int, int]:
-        """How often the host launches, forward and backward."""
+        """The launches of the host, forward and backward."""
         return self.kernels if self.experts is None else self.experts.launches
 
 
@@ -187,7 +187,7 @@ def _kernels(products: int, backward: Sequence[float], is_product: bool) -> int:
 def _backward_accesses(
     record: Operation, needed: Sequence[bool], same: Sequence[bool], saved: SavedTensors, is_product: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """How often the backward reads or writes each operand (saved: read, gradient: written) and each result (both read).
+    """Return how often the backward reads or writes each operand (saved: read, gradient: written) and each result (both read).
 
     The gradient of a sum is passed through without a kernel, except where an operand was broadcast (`same` false) and is summed.
     """
@@ -203,8 +203,8 @@ def _backward_accesses(
 
 
 def work_shards(operands: Sequence[Placements], results: Sequence[Placements], axis_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Per axis, how many ways the work is sharded: the axis size where any tensor of the operation is sharded on it, else 1
-    (redundant, or a linear operation that passes a Partial through)."""
+    """Return for each axis how many ways the work is sharded: the axis size where any tensor of the operation is sharded on it,
+    else 1 (redundant, or a linear operation that passes a Partial through)."""
     out = []
     for axis, size in enumerate(axis_sizes):
         for placements in (*operands, *results):
@@ -250,7 +250,7 @@ def seconds_and_flops(
 
 
 def expert_shards(plan: NodePlan, axis_sizes: Sequence[int]) -> tuple[int, int, int | None]:
-    """How many ways token copies, the inner dimension of each expert, and the experts are sharded (None: as the operation
+    """Return how many ways token copies, the inner dimension of each expert, and the experts are sharded (None: as the operation
     says)."""
     if len(plan.operands) < 5:
         return shard_count(plan.operands[0], axis_sizes), shard_count(plan.operands[2], axis_sizes), None
@@ -276,8 +276,8 @@ def token_copy_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Seq
 
 
 def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequence[int]) -> float:
-    """Of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy, its input stays
-    whole and the activations inside the expert are sliced."""
+    """Return the share of ``ap.experts``, whose tokens are whole where an axis slices the experts: of what is saved of a copy,
+    its input stays whole and the activations inside the expert are sliced."""
     if known.experts is None:
         return 1.0
     inside = prod(

@@ -1,4 +1,6 @@
-"""Exposed time of collectives that are decomposed to overlap with the compute beside them (asynchronous tensor parallelism).
+"""Exposed time of collectives that overlap with compute: those that are decomposed to overlap with the products beside them
+(asynchronous tensor parallelism), and those inside of an operation that computes on one block while the next is sent (ring
+attention).
 
 A product whose operand is gathered starts on the shards that have arrived; a product whose result is reduced sends its shards as
 they are ready (Wang et al., ASPLOS 2023, "Overlap communication with dependent computation via decomposition"). Of ``p`` shards
@@ -13,6 +15,12 @@ from collections.abc import Sequence
 StreamSegment = tuple[float, frozenset[str], float]
 """Seconds of the main stream, the links that it uses meanwhile (none: compute), and the share of it that may overlap with
 compute."""
+
+
+def exposed_blocks(seconds: float, compute_seconds: float, blocks: int) -> float:
+    """Return the exposed seconds of a collective of so many blocks inside of an operation: all but the first one hide behind its
+    compute."""
+    return max(0.0, seconds - compute_seconds * (blocks - 1) / blocks)
 
 
 def exposed_segments(stream: Sequence[StreamSegment]) -> list[tuple[float, frozenset[str]]]:

@@ -26,7 +26,7 @@ def _inside(level: int) -> str:
 
 
 def _groups_of(level: int, levels: int) -> str:
-    """How many groups of `level` there are."""
+    """Return the number of groups of `level`."""
     return "".join(f"*w{i}" for i in range(level + 1, levels + 1))
 
 

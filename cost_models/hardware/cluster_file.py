@@ -23,7 +23,7 @@ _UNITS = {
 
 
 _LARGEST = 1e18
-"""In the units of a file; all figures of a cluster are far below it."""
+"""The largest figure, in the units of a file; all those of a cluster are far below it."""
 
 
 def preset_path(name: str) -> Path:

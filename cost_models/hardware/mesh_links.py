@@ -9,7 +9,7 @@ from math import gcd, prod
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.errors import ClusterError
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 
 
 def check_mesh(cluster: Cluster, mesh: Mesh) -> None:
@@ -48,6 +48,11 @@ def links_of_axis(cluster: Cluster, mesh: Mesh, axis: int) -> AxisLink:
     if all(level.link.name in inner for level in levels) and algorithms != ("tree",):
         algorithms = tuple(name for name in algorithms if name != "tree")  # in a node it is a chain: never better than a ring
     return AxisLink(size, tuple(levels), cluster.device.launch_seconds, algorithms)
+
+
+def shares_data_links(cluster: Cluster, mesh: Mesh, axis: int) -> bool:
+    """Return whether collectives on `axis` use a physical link of the data axis, so that those of state have to wait for them."""
+    return links_of_axis(cluster, mesh, mesh.index(DATA_AXIS)).shares(links_of_axis(cluster, mesh, axis))
 
 
 def links_of_group(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:

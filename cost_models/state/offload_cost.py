@@ -1,7 +1,7 @@
 """Optimizer state that lies in host memory, or on NVMe, between steps: seconds of its update, and the bytes of it that are on the
 device meanwhile.
 
-The update is that of the runtime (`runtime/state/host_optimizer.py`): parameters in parts, the state of a part copied to the
+The update is that of the runtime (`runtime/state/offload_optimizer.py`): parameters in parts, the state of a part copied to the
 device, updated there, and copied back, while that of the next part is on its way. All copies share one CUDA stream, so that
 reading and writing add up: an update takes
 
@@ -23,7 +23,7 @@ from autopar.errors import PlanError
 from autopar.ir.plan import OFFLOAD_DEVICES, Precision
 
 PART_BYTES = 2.0**28
-"""Bytes of the parameters of one part (`host_optimizer.PART_BYTES`)."""
+"""Bytes of the parameters of one part (`offload_optimizer.PART_BYTES`)."""
 
 _PARTS = 2
 """Parts whose state is on the device: the one that is updated, and the one that is on its way."""

@@ -23,6 +23,10 @@ class Optimizer:
     state_tensors: int
     memory_accesses: int
 
+    def state_bytes(self, master_bytes: int) -> int:
+        """Return the bytes of state per parameter, beside a master weight of `master_bytes`."""
+        return self.state_tensors * master_bytes
+
 
 _OPTIMIZERS = {
     each.name: each

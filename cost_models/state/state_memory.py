@@ -57,7 +57,7 @@ class StatePolicy:
             compute_bytes=compute,
             master_bytes=master,
             gradient_bytes=min(master, in_bfloat16 or layout.gradient_bytes or master),
-            optimizer_bytes=master * optimizer.state_tensors,
+            optimizer_bytes=optimizer.state_bytes(master),
             stored_compute=layout.stored_compute and compute != master,
             stored_master_bytes=2 if remainders else 0,
             memory_accesses=layout.accesses,

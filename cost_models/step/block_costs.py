@@ -193,7 +193,7 @@ class BlockCosts:
 
     @cached_property
     def expert_degrees(self) -> dict[Parameter, int]:
-        """Degrees of expert parallelism outside of the mesh, see `priced_only.expert_degrees`."""
+        """Degrees of expert parallelism outside of the mesh, see `operations.experts.expert_degrees`."""
         return expert_degrees(self.block)
 
     def state_cost(

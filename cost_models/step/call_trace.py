@@ -23,6 +23,9 @@ NO_LINKS: frozenset[str] = frozenset()
 HOST_LINK = frozenset(["host"])
 LAUNCHES = frozenset(["launches"])
 
+WEIGHT_GRADIENT_SHARE = 0.5
+"""The share of a linear's backward that is the gradient of its weight (Qi et al., arXiv 2401.10241, section 2)."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
@@ -92,8 +95,8 @@ def weight_gradient_nodes(block: Block) -> frozenset[str]:
 
 
 def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
-    """Return (seconds, bytes) of linears whose weight trains: half of their backward is the weight gradient, which needs their
-    input and the gradient of their result (Qi et al., arXiv 2401.10241, section 2)."""
+    """Return (seconds, bytes) of the weight gradients of linears whose weight trains: they need the input and the gradient of the
+    result."""
     delayed = weight_gradient_nodes(costs.block)
     seconds, tensors = 0.0, {}
     for each in plan.nodes:
@@ -101,7 +104,7 @@ def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]
             continue
         node = costs.nodes[each.node]
         names = node.operands()
-        seconds += costs.node(each).backward_seconds / 2
+        seconds += WEIGHT_GRADIENT_SHARE * costs.node(each).backward_seconds
         tensors[names[0], each.operands[0]] = costs.value_bytes(names[0], each.operands[0])
         tensors[f"gradient of {node.name}", each.results[0]] = costs.value_bytes(node.name, each.results[0])
     return seconds, sum(tensors.values())

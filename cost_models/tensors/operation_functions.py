@@ -63,5 +63,5 @@ def cross_entropy_in_place(logits: torch.Tensor, target: torch.Tensor, *_: Any) 
 
 
 def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
-    """As CUDA does it: a mask of one byte per element, not of x's dtype."""
+    """Drop out as CUDA does: a mask of one byte per element, not of x's dtype."""
     return torch.ops.aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]

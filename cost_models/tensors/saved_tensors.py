@@ -51,7 +51,7 @@ class SavedTensors:
 
 
 def saved_tensors(node: Node, values: Mapping[str, Value], kind: str = "cuda") -> SavedTensors:
-    """What `node` saves for its backward on a device of this kind."""
+    """Return the tensors that `node` saves for its backward on a device of this kind."""
     operands = tuple(values[name] for name in node.operands())
     nothing = SavedTensors((False,) * len(operands), (False,) * len(node.outputs))
     if node.no_grad or not any(v.differentiable for v in operands) or not any(v.differentiable for v in node.outputs):

@@ -50,7 +50,7 @@ def user_held_bytes(graph: Graph, batch: int, mesh: Mesh) -> float:
 
 
 def shard_count(placements: Placements, axis_sizes: Sequence[int]) -> int:
-    """How many ways the placements shard a tensor."""
+    """Return how many ways the placements shard a tensor."""
     count = 1
     for placement, size in zip(placements, axis_sizes, strict=True):
         if type(placement) is Shard:

@@ -10,7 +10,7 @@ from support.models.small_models import make
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.lengths import CaptureOptions, Export
+from autopar.capture.export import CaptureOptions, Export
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.variants import exports

@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cluster 4": (dict(cluster=4), 'cluster=4 names none: write "local:4"'),
     "no cluster": (dict(cluster=None), "cluster=None names none"),
     "no outputs": (dict(outputs=None), "outputs=None is no list of names"),
-    "outputs text": (dict(outputs="logits"), r'write outputs=\("logits",\)'),
+    "outputs text": (dict(outputs="hidden"), r'outputs=\'hidden\' is no list of names: write outputs=\("hidden",\)'),
     "batch nan": (dict(batch=float("nan")), "batch=nan is no count"),
     "huge batch": (dict(batch=HUGE), "batch=a number of 1329 bits"),
     "seconds": (dict(time_limit_seconds="x"), "is no number of seconds"),

@@ -16,7 +16,7 @@ _REDUCTION_AT = {
     "aten.binary_cross_entropy": 3,
     "aten.binary_cross_entropy_with_logits": 4,
 }
-"""Where the argument ``reduction`` of a loss stands. What is before it may be left out (class weights)."""
+"""The place of the argument ``reduction`` of a loss. What is before it may be left out (class weights)."""
 
 
 @node_rewrite

@@ -13,6 +13,14 @@ from torch import Tensor
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 
 
+def is_fixed_recurrent(op: str, args: Sequence[Any]) -> bool:
+    """Return whether this is a recurrent net without dropout between its layers: torch tags all of them as random."""
+    if op not in RECURRENT:
+        return False
+    layers, dropout, train = args[4:7]
+    return layers == 1 or not dropout or not train
+
+
 def recurrent_nets() -> Mapping[Any, Callable[..., Any]]:
     """Return the operations of torch, each with the function that takes its place."""
     aten = torch.ops.aten

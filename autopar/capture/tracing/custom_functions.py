@@ -19,7 +19,7 @@ from autopar.capture.tracing.derivatives import torch_grad
 from autopar.errors import CaptureError
 
 SEED = "autopar_capture.gradient_seed"
-"""What stands for the gradient g while a backward is traced."""
+"""The operation that stands for the gradient g while a backward is traced."""
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from autopar.errors import CaptureError, OperatorError
 NAMED_LINE = re.compile(r'File "((?!\S*/autopar/capture/)(?!\S*/torch/)[^"]+)", line (\d+)')
 """A line that is no frame of torch's or capture's, in what torch says of an error."""
 INTERNAL = r"torch\._|[Ff]ake|[Pp]roxy|[Dd]ynamo|functorch|Wrapper|[Uu]nbacked|trac|meta|dispatch|SymInt|\bu\d|constant"
-"""What a message of torch has where it speaks of itself."""
+"""Words of a message of torch that speaks of itself."""
 WHOLE = "; or leave the smallest submodule around it whole: autopar.opaque(module)"
 CONSTRUCTS = (
     (r"ctc_loss", "ctc_loss of targets in one line, one after the other: pass targets as (batch, length), padded"),
@@ -27,7 +27,7 @@ CONSTRUCTS = (
     (r"[Gg]enerator", "a generator of its own would draw the same numbers on every rank: draw without generator="),
     (r"jit\.|ScriptModule|ScriptFunction", "functions of torch.jit cannot be captured: call the Python function itself"),
 )  # fmt: skip
-"""What the line of an error, or torch's message, tells of the construct that is refused, and what to do about it."""
+"""Words in the line of an error, or in torch's message, that tell the construct that is refused, and what to do about it."""
 
 
 def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ()) -> CaptureError:

@@ -12,7 +12,7 @@ from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.normalize.random import KNOWN
-from autopar.capture.normalize.recurrent import RECURRENT
+from autopar.capture.normalize.recurrent import is_fixed_recurrent
 from autopar.capture.tracing.custom_functions import apply_traced
 from autopar.capture.tracing.places import user_line
 from autopar.errors import CaptureError
@@ -80,10 +80,9 @@ class Refusals(TorchFunctionMode):
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:
     """CaptureError for random operations that shards cannot draw apart: ranks would draw equal or contradicting numbers."""
-    still = op in RECURRENT  # dropout between its layers is taken out of it
     trains = any(arg is True for arg in node.args)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (op == "aten.rrelu" and trains)
-    if random and not still and op not in KNOWN:
+    if random and not is_fixed_recurrent(op, node.args) and op not in KNOWN:
         raise CaptureError(
             f"{where}: {op} draws random numbers that shards cannot draw apart; "
             "use dropout, torch.rand_like, randn_like, bernoulli, or pass the numbers in with the batch"

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from autopar.capture.tracing.outline import NAMESPACE
 
 Fed = dict[int, int]
-"""By argument of a layer: the index of the result of the layer before that it is."""
+"""The arguments of a layer that are results of the layer before, each with its index there."""
 
 
 def join_layers(program: ExportedProgram) -> None:

@@ -49,9 +49,9 @@ class Traced:
     batch: int
     symbolic: bool
     ties: Mapping[str, str]
-    """By name of a parameter or buffer: the first name of the same tensor."""
+    """The first name of the same tensor, by each name of a parameter or buffer."""
     outputs: tuple[str, ...] = ()
-    """What the program returns after the loss, as it would be asked for (``logits:full``)."""
+    """The outputs that the program returns after the loss, as it would be asked for (``logits:full``)."""
     interface: Interface = Interface()
     differentiable: frozenset[str] = frozenset()
     """The inputs that gradients flow into."""
@@ -69,7 +69,7 @@ ResultForm = tuple[Form, tuple[str, ...], tuple[str, ...]]
 """The form of the model's result, what is returned after the loss, and the paths of what is left out."""
 
 LossFunction = Callable[[Any, Any], Any]
-"""From the model's result and a target to the loss, as torch's pipeline schedules take it."""
+"""A function from the model's result and a target to the loss, as torch's pipeline schedules take it."""
 
 
 @dataclass(frozen=True, slots=True)

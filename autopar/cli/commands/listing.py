@@ -52,7 +52,8 @@ def _clusters(console: Console) -> int:
 
 
 def _levels(cluster: Cluster) -> list[tuple[str, str, str, str, str]]:
-    """Per link level: its name, the devices that it joins, bandwidth, latency, low-latency protocol; then host and NVMe."""
+    """Return the rows of the link levels: its name, the devices that it joins, bandwidth, latency, low-latency protocol; then
+    host and NVMe."""
     out = []
     for index, link in enumerate(cluster.links):
         joins = (

@@ -30,10 +30,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.plan is None:
         plan, whole = _planned(arguments, console)
     else:
-        plan, whole = _plan_and_subject(arguments, console)
+        plan, whole = _plan_and_subject(arguments)
     cluster = Cluster.parse(f"local:{plan.candidate.devices}")
     proof = prove(whole, plan, cluster, console.progress)
-    _report(plan, proof, whole, console)
+    _report(plan, proof, console)
     return 0 if proof.equal else 1
 
 
@@ -61,7 +61,7 @@ def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Sub
     return plan_of(arguments, console, loaded, cluster, whole.graph), whole
 
 
-def _plan_and_subject(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
+def _plan_and_subject(arguments: argparse.Namespace) -> tuple[Plan, Subject]:
     """The plan of ``--plan``, and a model with values."""
     from autopar.api import check_plan
     from autopar.capture.models import load_model
@@ -88,7 +88,7 @@ def _has_loss(plan: Plan) -> bool:
     return plan.graph.interface is None or plan.graph.interface.has_loss
 
 
-def _report(plan: Plan, proof: Proof, whole: Subject, console: Console) -> None:
+def _report(plan: Plan, proof: Proof, console: Console) -> None:
     from autopar.planning import registry
 
     document: dict[str, Any] = {"passed": proof.equal, "mesh": str(plan.candidate.mesh), "modes": {}}

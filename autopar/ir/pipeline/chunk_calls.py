@@ -1,4 +1,4 @@
-"""Which calls of the graph make up each model chunk of a pipeline."""
+"""The calls of the graph that make up each model chunk of a pipeline."""
 
 from __future__ import annotations
 

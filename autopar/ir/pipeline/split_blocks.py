@@ -13,8 +13,8 @@ from autopar.ir.graph import Block, Call, Graph
 
 
 def live_values(block: Block) -> tuple[tuple[str, ...], ...]:
-    """For each place between nodes (before node 1, 2, ...), the values that are live: produced before it, and read after it or
-    results of the block."""
+    """Return for each place between nodes (before node 1, 2, ...), the values that are live: produced before it, and read after
+    it or results of the block."""
     last: dict[str, int] = {}
     for index, node in enumerate(block.nodes):
         last.update(dict.fromkeys(node.operands(), index))

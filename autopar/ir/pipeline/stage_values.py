@@ -19,7 +19,8 @@ class BlockSlice:
 
 
 def crossing_values(graph: Graph, chunks: Sequence[Sequence[int]], repeated: Sequence[str] = ()) -> tuple[tuple[str, ...], ...]:
-    """For each border, between chunk c and c + 1, the values that are sent over it, in the order in which they are produced.
+    """Return for each border, between chunk c and c + 1, the values that are sent over it, in the order in which they are
+    produced.
 
     Those are produced before it, read after it (outputs of the model: at the end), and not `repeated`. `chunks` are the calls of
     each chunk, which are consecutive. Inputs of the batch are on every rank.

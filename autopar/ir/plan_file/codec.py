@@ -78,7 +78,7 @@ _TAGS: Mapping[str, Callable[[Any], Arg]] = {"ref": Ref, "size": Symbol, "dtype"
 
 @dataclass(frozen=True, slots=True)
 class _Codec:
-    """How values of one annotation stand in a file: the type that msgspec checks, and both directions (None: as they are)."""
+    """The form in a file of values of one annotation: the type that msgspec checks, and both directions (None: as they are)."""
 
     type: Any
     to_file: Callable[[Any], Any] | None = None
@@ -102,7 +102,7 @@ _HOOKS = {
     ),
     "Placements": _Codec(str, format_placements, parse_placements),
 }
-"""By the name of an annotation."""
+"""The codecs by the name of an annotation."""
 
 _KEYS: Mapping[type[Any], str] = {
     Node: "op args outputs kwargs? module? source? no_grad?",

@@ -134,7 +134,7 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class MeshResult(msgspec.Struct, frozen=True):
-    """What the search found at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits),
+    """The result of the search at one point of its grid. `bound_seconds` is a lower bound of every plan there (None: none fits),
     `reason` says why there is none."""
 
     mesh: str

@@ -55,9 +55,9 @@ class Plan:
         return encode_document(self.document)
 
     @staticmethod
-    def from_json(text: str | bytes, name: str = "plan") -> Plan:
+    def from_json(text: str | bytes) -> Plan:
         """The inverse of `to_json`. PlanError on a text that is no valid plan."""
-        return decode_plan(text, name)
+        return decode_plan(text)
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.to_json())

@@ -28,7 +28,7 @@ def convolution_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> Halo | 
 
 
 def transposed_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> Halo | None:
-    """As `convolution_halo`, of ``conv_transpose1d`` to ``3d``; None too where windows leave rows out."""
+    """The rows of `convolution_halo` for ``conv_transpose1d`` to ``3d``; None too where windows leave rows out."""
     count, at = len(shapes[0]) - 2, dim - 2
     given = [numbers(argument(node, place, name), count, default) for place, name, default in _TRANSPOSED]
     size, rows = shapes[1][dim], shapes[0][dim]

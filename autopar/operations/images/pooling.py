@@ -15,7 +15,7 @@ from autopar.operations.operation import Operation, several
 
 
 def pool_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> space.Halo | None:
-    """As `convolution_halo`, of pooling that does not round up and, where it takes means, counts its padding."""
+    """The rows of `convolution_halo` for pooling that does not round up and, where it takes means, counts its padding."""
     count, at, highest = len(shapes[0]) - 2, dim - 2, "max_pool" in node.op
     kernel = space.numbers(argument(node, 1, "kernel_size"), count, 1)
     stride = space.numbers(argument(node, 2, "stride"), count, 0)
@@ -32,7 +32,7 @@ def pool_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> space.Halo | N
 
 
 def interpolation_halo(node: Node, shapes: tuple[Shape, ...], dim: int) -> space.Halo | None:
-    """As `convolution_halo`, of ``upsample_nearest`` and (bi-, tri-)linear interpolation to a multiple of the rows."""
+    """The rows of `convolution_halo` for ``upsample_nearest`` and (bi-, tri-)linear interpolation to a multiple of the rows."""
     rows, result = shapes[0][dim], node.outputs[0].shape[dim]
     nearest = "nearest" in node.op
     scales = argument(node, 2 if nearest else 3, "scale_factors")

@@ -85,7 +85,7 @@ class NamedFunction:
     imbalance: Callable[[Node, tuple[Shape, ...], int], float] | None = None
 
     most_ranks: Callable[[Node, tuple[Shape, ...]], int] | None = None
-    """On how many ranks it can run at most (None: on any number): a halo is no larger than a neighbour's shard."""
+    """The largest number of ranks that it can run on (None: on any number): a halo is no larger than a neighbour's shard."""
 
     at: tuple[int, int | None] = (0, -1)
     """The operand, and the dimension of it, that are sharded on its mesh axis. None: any dimension but the first two, of an image
@@ -104,7 +104,7 @@ class NamedFunction:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an operation may be sharded.
+    """The rule by which an operation may be sharded.
 
     `linear_in` are sets of operands in which it is jointly linear: with these `Partial` and all others `Replicate`, the results
     are Partial. (``(0, 1)`` for a sum, ``(0,), (1,)`` for a product; ``"all"`` for all operands together, ``"first"`` for the

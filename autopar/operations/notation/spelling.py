@@ -1,4 +1,4 @@
-"""How an operation is written in the program: as the torch code that a person would write."""
+"""The text of an operation in the program: as the torch code that a person would write."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BEGIN, _MIDDLE, _END = b'{"sha256": "', b'", "manifest": ', b"}\n"
 _MOST = 2**62
 MOST_ANCESTORS = 64
-"""Of the list of a checkpoint's ancestors, and more than any tensor has dimensions."""
+"""The longest list of a checkpoint's ancestors, and more than any tensor has dimensions."""
 
 
 class Chunk(NamedTuple):

@@ -15,8 +15,8 @@ from .held import HeldState, grouped_names
 from .manifest import Manifest
 
 LIKE, WHOLE, CPU, DEVICE, VALUE = "like", "whole", "cpu", "device", "value"
-"""How a value is kept: placed like its parameter; with another shape, whole on every rank; a number in a tensor on the CPU, or on
-the device; no tensor."""
+"""The ways to keep a value: placed like its parameter; with another shape, whole on every rank; a number in a tensor on the CPU,
+or on the device; no tensor."""
 
 Described = dict[str, Any]
 """``class``, ``groups`` (each with the ``names`` of its parameters and its ``options``), and ``state``: by name and key how a

@@ -17,11 +17,11 @@ from typing import IO, Any
 NEVER = float("inf")
 """Moments are those of `time.monotonic`."""
 OWN_SHARE = 0.6
-"""Of the patience: how long a process in which an exception was uncaught may take to end."""
+"""The share of the patience that a process in which an exception was uncaught may take to end."""
 _SHORTEST_SECONDS = 0.2
 _longest_patience = 0.0
 _uncaught_by = NEVER
-"""When a process in which an exception was uncaught has to have ended."""
+"""The moment by which a process in which an exception was uncaught has to have ended."""
 
 
 def lengthen_patience(patience_seconds: float) -> None:

@@ -31,7 +31,10 @@ from ..device.mesh import STARTED, join_process_group
 from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
 from .ending import NEVER, lengthen_patience, uncaught
-from .peer_watch import BEAT_SECONDS, PATIENCE_SECONDS, PeerWatch, is_communication_error, own_cause
+from .peer_watch import BEAT_SECONDS, PeerWatch, is_communication_error, own_cause
+
+PATIENCE_SECONDS = 30.0
+"""The time-out: within so long every rank ends with the name of one that failed. (Shares of it are in `peer_watch`.)"""
 
 
 class Heartbeat(PeerWatch):

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..errors import PeerProblem
 from .ending import NEVER, end_now, is_late
 
-PATIENCE_SECONDS = 30.0
 BEAT_SECONDS = 2.0
 WATCHED_RANKS = 8
 """Each rank watches the next ranks, this many: each rank of a lost machine with fewer ranks still has a watcher elsewhere."""
@@ -123,7 +122,7 @@ class PeerWatch:
         rank: int,
         size: int,
         describe: Callable[[int], str],
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float,
     ) -> None:
         self.store, self.rank, self.describe, self.patience_seconds = store, rank, describe, patience_seconds
         self.prefix = f"autopar/{store.add(f'autopar/heartbeats/{rank}', 1)}"
@@ -135,7 +134,7 @@ class PeerWatch:
         self.section, self.path = "", tuple[str, ...]()
         """The section that the main thread is in, and those since the last call that all ranks agreed on."""
         self.doing: Callable[[], str] | None = None
-        """What the main thread does in a watched section; None between them."""
+        """The work of the main thread in a watched section; None between them."""
         self.entered = 0.0
         self.failed_entry = -1
         self.problem: str | None = None

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _Value = TypeVar("_Value")
 
 _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-"""By the default process group, with which all other groups end. Torch's own list has a group on its members only, and all ranks
-have to know whether one is there."""
+"""The groups by the default process group, with which all other groups end. Torch's own list has a group on its members only, and
+all ranks have to know whether one is there."""
 
 
 def several_ranks() -> bool:

@@ -17,7 +17,7 @@ from ..errors import LaunchProblem
 JOIN_SECONDS = 300.0
 _POLL_SECONDS = 0.1
 _NAMED = 8
-"""So many missing ranks are named."""
+"""The number of missing ranks that are named."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

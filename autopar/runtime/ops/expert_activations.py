@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, Function] = {
     "hardswish": F.hardswish,
     "identity": lambda x: x,
 }
-"""Of one argument."""
+"""The activations of one argument."""
 _TEXT = re.compile(r"(\w+?)(?:_(clamped|capped))?(?:\(([^()]*)\))?")
 
 

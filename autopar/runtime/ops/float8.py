@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 MULTIPLE = 16
-"""Of which the sizes of a product are multiples; torchao pads the inner ones (tokens, in the gradient of the weight)."""
+"""The divisor of all sizes of a product; torchao pads the inner ones (tokens, in the gradient of the weight)."""
 
 _LEAST_CAPABILITY = (8, 9)
 

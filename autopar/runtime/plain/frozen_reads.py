@@ -29,7 +29,7 @@ EVERY_FIELD = "*"
 Fields = Mapping[str, set[str]]
 
 Change = tuple[str, str]
-"""Where a value is (``layers.0.alpha``), and what it is, in words."""
+"""The place of a value (``layers.0.alpha``), and what it is, in words."""
 
 
 class Reads(NamedTuple):

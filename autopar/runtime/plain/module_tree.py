@@ -181,7 +181,7 @@ _KNOWN = frozenset(
     + ("stride", "is_floating_point", "is_complex", "layout", "requires_grad", "grad", "is_leaf", "len", "hash", "get", "device")
     + ("is_sparse", "is_quantized", "names", "is_cuda", "is_cpu")
 )
-"""What may be asked of one."""
+"""The questions that may be asked of one."""
 
 
 class OnAnotherStage(torch.Tensor):

@@ -27,7 +27,7 @@ from .load import saved_names
 LOGGER = logging.getLogger("autopar")
 
 SLICE_BYTES = 2**28
-"""Of a tensor at most so many bytes are gathered at once, where it has a dimension that nothing shards."""
+"""The most bytes of a tensor that are gathered at once, where it has a dimension that nothing shards."""
 
 
 def save_pretrained(

@@ -52,7 +52,7 @@ PARTS = {
     "pipeline_wait_seconds": "waits for other stages",
     "optimizer_seconds": "optimizer",
 }
-"""Of a stage's step; they add up to it."""
+"""The parts of a stage's step, which add up to it."""
 
 _CONSTANTS = {
     "compute_seconds": "calibrate the device's matmul_fraction, attention_fraction, bandwidth_fraction and launch_us",
@@ -64,7 +64,7 @@ _CONSTANTS = {
 OFF = (0.8, 1.25)
 """Measured over predicted: between these it is as predicted."""
 SMALLEST_SHARE = 0.05
-"""Of the step: smaller differences are not spoken of."""
+"""The share of the step below which differences are not spoken of."""
 
 _BUSY = 1.3
 """Seconds over those of the thread's own processor, from which on a CPU was shared with other programs."""

@@ -36,7 +36,7 @@ _GROUP_METHODS = {
     "send": "send",
     "recv": "receive",
 }
-"""What ``torch.distributed`` calls on a process group (FSDP2, gradient buckets, pipeline), by what it is."""
+"""The methods of a process group that ``torch.distributed`` calls (FSDP2, gradient buckets, pipeline), by what it is."""
 
 FUNCTIONAL = {
     "all_reduce": "all-reduce",
@@ -65,7 +65,7 @@ class Observer(Protocol):
         """This thread begins to wait for a collective (None: of which nothing is known) that was launched at `since`."""
 
     def wait_ended(self) -> None:
-        """It has ended to wait."""
+        """Note that it no longer waits."""
 
 
 def _bytes(arguments: Any) -> int:

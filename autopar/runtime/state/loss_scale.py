@@ -19,7 +19,7 @@ from ..comm.heartbeat import watched
 from .gradient import place_of
 
 USUAL = 2.0**15
-"""In the first step; a `GradScaler` starts with twice as much."""
+"""The factor in the first step; a `GradScaler` starts with twice as much."""
 
 
 class LossScale:

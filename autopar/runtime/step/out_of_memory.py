@@ -34,7 +34,7 @@ _ASKED = re.compile(r"ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 Prediction = Callable[["Usage"], str]
-"""What a plan predicted, and what would fit, in words."""
+"""The prediction of a plan, and what would fit, in words."""
 
 
 class Usage(NamedTuple):

@@ -24,7 +24,7 @@ from .micro_batches import StepResult
 from .same_batch import checksum_on_device
 
 _ABSENT = -(2**62)
-"""In place of a checksum, on ranks that do not hold the tensor."""
+"""The number that ranks without the tensor have in place of a checksum."""
 _MOST_COMPARED = 1 << 22
 """Elements of a tensor whose values are compared where checksums differ."""
 _NAMED = 4

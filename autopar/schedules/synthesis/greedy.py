@@ -225,11 +225,9 @@ def _shares(task: Task) -> list[tuple[int, ...]]:
     return out
 
 
-def search_rules(
-    task: Task, best: float, order: Order, bound: float, rounds: int, seed: int = 0
-) -> tuple[float, Order]:  # fmt: skip
+def search_rules(task: Task, best: float, order: Order, bound: float, rounds: int) -> tuple[float, Order]:
     """Change rules one by one, at random, so many times, and return the best order."""
-    random = Random(seed)
+    random = Random(0)
     tried = [(*simulate_rules(task, rules), rules) for rules in initial_rules(task)]
     pool = [(seconds, rules) for seconds, _, rules in sorted(tried, key=lambda each: each[0])[:_POOL]]
     makespan, best_order, _ = min(tried, key=lambda each: each[0])

@@ -13,7 +13,7 @@ FORWARDS, BACKWARDS, WEIGHTS = 0, 1, 2
 """Kinds by number. Backwards are whole, or those of the inputs where the backward is in two parts."""
 
 Order = tuple[tuple[tuple[int, int, int], ...], ...]
-"""Per rank (chunk, kind, micro-batch)."""
+"""The (chunk, kind, micro-batch) of each action, by rank."""
 
 
 @dataclass(frozen=True, slots=True)

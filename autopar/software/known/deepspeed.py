@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, heads_divide, world_size
@@ -184,10 +183,6 @@ def write(job: Job) -> dict[str, Any]:
 
 def _stack(generation: str, mixture: bool) -> tuple[str, str]:
     return "deepspeed", generation
-
-
-def _no_experts(job: Job, model: RecognizedDecoder | None) -> bool:
-    return job.configuration.experts == 1
 
 
 DEEPSPEED = Software(

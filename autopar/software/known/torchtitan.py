@@ -22,7 +22,6 @@ from autopar.software.stacks import software_of
 _REPOSITORY, _COMMIT = "pytorch/torchtitan", "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"
 _DIMS = Source(_REPOSITORY, "torchtitan/distributed/parallel_dims.py", _COMMIT)
 _CONFIGS = Source(_REPOSITORY, "torchtitan/config/configs.py", _COMMIT)
-_TOML = Source(_REPOSITORY, "torchtitan/config/job_config.py", "238fa9953e4aec2a62582121564273d7cbb1e9f1")
 _PIPELINES = Source("pytorch/pytorch", "torch/distributed/pipelining/schedules.py", "v2.13.0")
 
 _NAMES = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import monotonic
 
-from autopar.cost_models.step.call_trace import weight_gradient_nodes
+from autopar.cost_models.step.call_trace import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel
@@ -26,6 +27,9 @@ _DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), _INPUTS_ALONE)
 
 _HALVINGS = 3
 """The number of times that an edge of the frontier of saved bytes is halved."""
+
+_MIN_EDGE, _MIN_GAIN = 1e-3, 1e-4
+"""Shorter edges of a frontier are not halved, and a corner that lowers an edge by less, relative, is the last one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +60,15 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     delayed = weight_gradient_nodes(table.block)
     parts: dict[int, list[float]] = {}
 
-    def spend(column: int, forward: float, backward: float, weights: float) -> None:
-        weights_here = parts.setdefault(column, [0.0, 0.0, 0.0])
-        for place, seconds in enumerate((forward, backward - weights, weights)):
-            weights_here[place] += seconds
+    def spend(column: int, *seconds: float) -> None:
+        """Add seconds of the forward and of both parts of the backward."""
+        spent = parts.setdefault(column, [0.0, 0.0, 0.0])
+        for place, each in enumerate(seconds):
+            spent[place] += each
 
-    for node, strategies in table.strategies.items():
-        for strategy, x in zip(strategies, form.x[name, node], strict=True):
-            backward = strategy.seconds.backward
-            spend(x, strategy.seconds.forward, backward, backward / 2 if node in delayed else 0.0)
-    for value, conversions in table.conversions.items():
-        for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
-            spend(y, edge.seconds.forward, edge.seconds.backward, 0.0)
+    for column, each, node in form.priced_columns(name):
+        weights = WEIGHT_GRADIENT_SHARE * each.backward if node in delayed else 0.0
+        spend(column, each.forward, each.backward - weights, weights)
     whole = sum(
         min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
     )
@@ -87,7 +88,7 @@ def _operations_seconds(problem: Problem, name: str, direction: tuple[float, flo
     delayed = weight_gradient_nodes(table.block)
     out = 0.0
     for node, strategies in table.strategies.items():
-        backward = (inputs + weights) / 2 if node in delayed else inputs
+        backward = inputs + WEIGHT_GRADIENT_SHARE * (weights - inputs) if node in delayed else inputs
         out += min(forward * each.seconds.forward + backward * each.seconds.backward for each in strategies)
     return out
 
@@ -100,68 +101,85 @@ def _least(model: LinearModel, seconds: Mapping[int, float], unit: float, second
     return max(0.0, outcome.bound * unit * (1 - ROUNDING)) if outcome.status is Status.OPTIMAL else 0.0
 
 
-def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
-    """The convex frontier of one call, from below. Tensors that several calls read count for none of them."""
-    frontier = _Frontier(block)
-    saving_all, saving_least = frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0)
-    if saving_all is None or saving_least is None:
-        return ()
-    frontier.halve(saving_all, saving_least, _HALVINGS)
-    return tuple(frontier.lines)
+class Frontier:
+    """The convex frontier, from below, of one call's seconds and saved bytes in a linear program: `seconds` and `bytes` by
+    column, in shares of the largest ones. `fastest`: the seconds that lines do not count. `lines` are the half-planes of it that
+    `solve` has added."""
 
-
-class _Frontier:
-    """Recomputed seconds and saved bytes of one call, in shares of the largest ones; `lines` are those that were found."""
-
-    def __init__(self, block: BlockRelaxation) -> None:
-        self.block = block
-        self.most_seconds = sum(seconds for seconds, _ in block.recompute.values()) or 1.0
-        self.most_bytes = sum(each.bytes for name, each in block.tensors.items() if name not in block.shared) or 1.0
+    def __init__(
+        self,
+        model: LinearModel,
+        seconds: Mapping[int, float],
+        bytes: Mapping[int, float],
+        most_seconds: float,
+        most_bytes: float,
+        fastest: float = 0.0,
+        seconds_left: float = INFINITY,
+    ) -> None:
+        self.model, self.seconds, self.bytes = model, seconds, bytes
+        self.most_seconds, self.most_bytes, self.fastest = most_seconds, most_bytes, fastest
+        self.until = monotonic() + seconds_left
         self.lines: list[SavedLine] = []
-        self.model, self.seconds, self.bytes = LinearModel(), dict[int, float](), dict[int, float]()
-        self._add()
 
-    def _add(self) -> None:
-        model, block = self.model, self.block
-        again = {name: model.variable(1.0) for name in block.recompute}
-        available: dict[str, int] = {}
-        for name, tensor in block.tensors.items():
-            saved = model.variable(1.0)
-            if name not in block.shared:
-                self.bytes[saved] = tensor.copies / block.calls * tensor.bytes / self.most_bytes
-            support = {saved: 1.0}
-            if tensor.producer in again:
-                support[again[tensor.producer]] = 1.0
-            available[name] = there = model.variable(1.0, lower=float(tensor.needed))
-            # available <= saved + recomputation of what produces it
-            model.row({**support, there: -1.0}, 0.0, INFINITY)
-        for name, (seconds, reads) in block.recompute.items():
-            self.seconds[again[name]] = seconds / self.most_seconds
-            for value in reads:
-                # recomputation <= available, for all that it reads
-                model.row([(available[value], 1.0), (again[name], -1.0)], 0.0, INFINITY)
-
-    def solve(self, recompute: float, saved: float) -> tuple[float, float] | None:
-        """Return the (seconds, bytes) that are least by these weights, which make a line."""
+    def solve(self, seconds_weight: float, bytes_weight: float) -> tuple[float, float] | None:
+        """Return the (seconds, bytes) that are least by these weights, which make a line; None where time ends."""
         model = self.model
         model.cost = [0.0] * model.variables
-        model.minimise({column: recompute * each for column, each in self.seconds.items()})
-        model.minimise({column: saved * each for column, each in self.bytes.items()})
-        outcome = solve(model, relaxed=True)
+        model.minimise({column: seconds_weight * each for column, each in self.seconds.items()})
+        model.minimise({column: bytes_weight * each for column, each in self.bytes.items()})
+        limit = None if self.until == INFINITY else self.until - monotonic()
+        outcome = solve(model, relaxed=True, time_limit_seconds=limit)
         if outcome.status is not Status.OPTIMAL:
             return None
-        least = outcome.bound * (1 - ROUNDING)
-        self.lines.append(SavedLine(recompute / self.most_seconds, saved / self.most_bytes, least))
+        least = outcome.bound * (1 - ROUNDING) - self.fastest
+        self.lines.append(SavedLine(seconds_weight / self.most_seconds, bytes_weight / self.most_bytes, least))
         seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
         return seconds, size
 
-    def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
-        """Lines between two corners."""
+    def halve(self, first: tuple[float, float] | None, last: tuple[float, float] | None, depth: int, min_gain: float) -> None:
+        """Look for lines between two corners. Edges that a corner between them lowers by less than `min_gain` stay."""
+        if first is None or last is None or not depth:
+            return
         longer, smaller = last[0] - first[0], first[1] - last[1]
-        if not depth or min(longer, smaller) < 1e-3:
+        if min(longer, smaller) < _MIN_EDGE:
             return
         price = longer / smaller
         corner = self.solve(1.0, price)
-        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - 1e-4):
-            self.halve(first, corner, depth - 1)
-            self.halve(corner, last, depth - 1)
+        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - min_gain):
+            self.halve(first, corner, depth - 1, min_gain)
+            self.halve(corner, last, depth - 1, min_gain)
+
+
+def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
+    """The convex frontier of one call, from below. Tensors that several calls read count for none of them."""
+    frontier = _recomputation_frontier(block)
+    saving_all, saving_least = frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0)
+    if saving_all is None or saving_least is None:
+        return ()
+    frontier.halve(saving_all, saving_least, _HALVINGS, _MIN_GAIN)
+    return tuple(frontier.lines)
+
+
+def _recomputation_frontier(block: BlockRelaxation) -> Frontier:
+    """Return the frontier of recomputed seconds and saved bytes, without placements."""
+    model, seconds, sizes = LinearModel(), dict[int, float](), dict[int, float]()
+    most_seconds = sum(seconds for seconds, _ in block.recompute.values()) or 1.0
+    most_bytes = sum(each.bytes for name, each in block.tensors.items() if name not in block.shared) or 1.0
+    again = {name: model.variable(1.0) for name in block.recompute}
+    available: dict[str, int] = {}
+    for name, tensor in block.tensors.items():
+        saved = model.variable(1.0)
+        if name not in block.shared:
+            sizes[saved] = tensor.copies / block.calls * tensor.bytes / most_bytes
+        support = {saved: 1.0}
+        if tensor.producer in again:
+            support[again[tensor.producer]] = 1.0
+        available[name] = there = model.variable(1.0, lower=float(tensor.needed))
+        # available <= saved + recomputation of what produces it
+        model.row({**support, there: -1.0}, 0.0, INFINITY)
+    for name, (each, reads) in block.recompute.items():
+        seconds[again[name]] = each / most_seconds
+        for value in reads:
+            # recomputation <= available, for all that it reads
+            model.row([(available[value], 1.0), (again[name], -1.0)], 0.0, INFINITY)
+    return Frontier(model, seconds, sizes, most_seconds, most_bytes)

@@ -13,7 +13,8 @@ from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
-from autopar.solve.problem.problem import BlockTable, Problem
+from autopar.solve.problem.boundary import CallKind
+from autopar.solve.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,8 @@ class CallState:
 def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, CallState]:
     """Return the state below every call of a block, by ZeRO stage. Parameters that other calls share, and those that arrive
     sharded, count for none."""
-    table = problem.blocks[name]
-    every = [
-        [
-            parameter
-            for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
-            if alone and not parameter.buffer and parameter not in table.costs.expert_degrees
-        ]
-        for kind in problem.boundary.kind_counts
-        if kind.block == name
-    ]
-    return {zero: least_of([_state(problem, table, own, zero, micro_batches) for own in every]) for zero in problem.zeros}
+    every = [own_parameters(problem, kind) for kind in problem.boundary.kind_counts if kind.block == name]
+    return {zero: least_of([_state(problem, name, own, zero, micro_batches) for own in every]) for zero in problem.zeros}
 
 
 def least_of(states: Sequence[CallState]) -> CallState:
@@ -64,19 +56,37 @@ def _numbers(state: CallState) -> tuple[float, ...]:
     return tuple(getattr(state, each.name) for each in fields(CallState))
 
 
-def _state(problem: Problem, table: BlockTable, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:
+def own_parameters(problem: Problem, kind: CallKind) -> list[Parameter]:
+    """Return the parameters that a kind of call owns alone, without buffers and those that arrive sharded."""
+    table = problem.blocks[kind.block]
+    return [
+        parameter
+        for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
+        if alone and not parameter.buffer and parameter not in table.costs.expert_degrees
+    ]
+
+
+def sharded_state(
+    problem: Problem, block: str, parameters: Sequence[Parameter], zero: int, micro_batches: int
+) -> tuple[StateCommunication, float]:
+    """Return the communication of parameters that are sharded over all model axes, under a ZeRO stage, and the bytes that the
+    allocator reserves for them when the last forward ends."""
+    costs, device = problem.blocks[block].costs, problem.cluster.device
     cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
-    sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in own]
-    trained = sum(size for each, size in zip(own, sizes, strict=True) if each.trainable) / cut
-    group = StateGroup(sum(sizes) / cut, trained, len(own))
-    cost = table.costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
-    device, shards = problem.cluster.device, table.costs.state_links[0].size
-    sent = StateCommunication.of(cost, zero, shards, device, problem.precision, micro_batches)
-    held = 1 + fragmentation(device)
-    memory = cost.memory
+    sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in parameters]
+    trained = sum(size for each, size in zip(parameters, sizes, strict=True) if each.trainable) / cut
+    group = StateGroup(sum(sizes) / cut, trained, len(parameters))
+    cost = costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
+    sent = StateCommunication.of(cost, zero, costs.state_links[0].size, device, problem.precision, micro_batches)
+    held, memory = 1 + fragmentation(device), cost.memory
     size = memory.parameters + memory.optimizer
     size += 0.0 if memory.gathered_is_transient else held * memory.gathered
     size += held * memory.accumulated if micro_batches > 1 else 0.0
+    return sent, size
+
+
+def _state(problem: Problem, block: str, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:
+    sent, size = sharded_state(problem, block, own, zero, micro_batches)
     return CallState(
         bytes=size,
         optimizer_seconds=sent.optimizer_seconds,

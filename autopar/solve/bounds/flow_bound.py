@@ -65,14 +65,9 @@ class FlowRelaxation:
         self.main: dict[int, float] = {}
         self.shared: dict[int, float] = {}
         for name in self.blocks:
-            table = problem.blocks[name]
             count = float(problem.graph.count(name) * problem.micro_batches) / self.form.second_unit
-            for node, strategies in table.strategies.items():
-                for strategy, x in zip(strategies, self.form.x[name, node], strict=True):
-                    self._spend(x, strategy.seconds, count)
-            for value, conversions in table.conversions.items():
-                for edge, y in zip(conversions.edges, self.form.y[name, value], strict=True):
-                    self._spend(y, edge.seconds, count)
+            for column, seconds, _ in self.form.priced_columns(name):
+                self._spend(column, seconds, count)
 
     def _spend(self, variable: int, seconds: StreamSeconds, count: float) -> None:
         self.main[variable] = self.main.get(variable, 0.0) + count * (seconds.forward + seconds.backward)

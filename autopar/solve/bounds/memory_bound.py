@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
-from autopar.cost_models.state.optimizers import optimizer_named
-from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_group import StateGroup
-from autopar.ir.graph import Parameter
-from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.call_state import own_parameters, sharded_state
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, add, total
 from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.problem.problem import BlockTable, Problem
+from autopar.solve.problem.boundary import CallKind
+from autopar.solve.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +95,18 @@ class _MemoryRelaxation:
         """Add the state: every parameter sharded over all model axes, and the state of each kind of call over the data axis as is
         best."""
         for kind, count in self.problem.boundary.kind_counts.items():
-            table = self.problem.blocks[kind.block]
-            own = [
-                parameter
-                for parameter, alone in zip(table.block.parameters, kind.own, strict=True)
-                if alone and not parameter.buffer and parameter not in table.costs.expert_degrees
-            ]
             kinds = self.problem.boundary.call_kinds
-            self._add_state(table, own, count, is_first=kind == kinds[0], is_last=kind == kinds[-1])
+            self._add_state(kind, count, is_first=kind == kinds[0], is_last=kind == kinds[-1])
         # t >= state communication
         self.model.at_least(self.t, self.communication)
 
-    def _add_state(self, table: BlockTable, parameters: Sequence[Parameter], count: int, is_first: bool, is_last: bool) -> None:
-        problem, model = self.problem, self.model
-        cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
-        sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in parameters]
-        trained = sum(size for each, size in zip(parameters, sizes, strict=True) if each.trainable) / cut
-        group = StateGroup(sum(sizes) / cut, trained, len(parameters))
+    def _add_state(self, kind: CallKind, count: int, is_first: bool, is_last: bool) -> None:
+        problem, model, own = self.problem, self.model, own_parameters(self.problem, kind)
         chosen = {zero: model.variable(1.0) for zero in problem.zeros}
         # sum_zero z = 1
         model.row([(z, 1.0) for z in chosen.values()], 1.0, 1.0)
         for zero, z in chosen.items():
-            cost = table.costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
-            shards = table.costs.state_links[0].size
-            device = problem.cluster.device
-            communication = StateCommunication.of(cost, zero, shards, device, problem.precision, self.micro_batches)
+            communication, state_bytes = sharded_state(problem, kind.block, own, zero, self.micro_batches)
             sent = count * communication.data_axis_seconds(self.micro_batches)
             if self.pipelined:
                 hidden = communication.reduce_last + (0.0 if communication.gather_each else communication.gather_first)
@@ -134,9 +117,6 @@ class _MemoryRelaxation:
             self.communication[z] = sent / self.unit
             self.overlappable[z] = (sent - kept) / self.unit
             self.optimizer[z] = count * communication.optimizer_seconds / self.unit
-            state_bytes = cost.memory.parameters + cost.memory.optimizer
-            state_bytes += 0.0 if cost.memory.gathered_is_transient else self.held * cost.memory.gathered
-            state_bytes += self.held * cost.memory.accumulated if self.micro_batches > 1 else 0.0
             self.memory[z] = count * state_bytes / self.budget_bytes
 
     def add_block(self, block: BlockRelaxation) -> None:

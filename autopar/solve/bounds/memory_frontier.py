@@ -93,14 +93,10 @@ def _sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequenc
 def _call_seconds(form: Formulation) -> dict[int, float]:
     """Seconds of all calls, forward and backward, in the model's unit."""
     out: dict[int, float] = {}
-    for name, table in form.problem.blocks.items():
+    for name in form.problem.blocks:
         count = form.problem.graph.count(name) / form.second_unit
-        for node, strategies in table.strategies.items():
-            for strategy, x in zip(strategies, form.x[name, node], strict=True):
-                add(out, {x: count * (strategy.seconds.forward + strategy.seconds.backward)})
-        for value, conversions in table.conversions.items():
-            for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
-                add(out, {y: count * (edge.seconds.forward + edge.seconds.backward)})
+        for column, seconds, _ in form.priced_columns(name):
+            add(out, {column: count * (seconds.forward + seconds.backward)})
     return out
 
 
@@ -190,10 +186,8 @@ class _SavedProgram:
         needed = sum(storages.sizes[storage] for storage in storages.needs)
         if not needed or not forward:
             return
-        for seconds, variable in storages.recompute:
-            add(self.seconds, {variable: seconds.forward / form.second_unit})
-        for seconds, variable in storages.gathers:
-            add(self.seconds, {variable: (seconds.forward + seconds.backward) / form.second_unit})
+        for column, seconds in storages.priced_columns():
+            add(self.seconds, {column: (seconds.forward + seconds.backward) / form.second_unit})
         unit = forward / needed
         sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items() if storages.sizes.get(storage)}
         add(self.bytes, sizes, unit)

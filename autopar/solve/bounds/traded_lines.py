@@ -7,16 +7,13 @@ saved in parts and recomputed. So it holds for every plan of the block, and for 
 
 from __future__ import annotations
 
-from time import monotonic
-
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, value_storages
-from autopar.solve.bounds.call_lines import ROUNDING, SavedLine
+from autopar.solve.bounds.call_lines import Frontier, SavedLine
 from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import add
 from autopar.solve.ilp.partition import partition_terms
 from autopar.solve.ilp.recompute_offload import add_storages, small_size
-from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.problem import BlockTable, Problem
 
@@ -37,49 +34,13 @@ def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: floa
     most = sum(each.copies / block.calls * each.bytes for name, each in block.tensors.items() if name not in block.shared)
     if problem.cluster.state_layout.regathered_operands or not fastest_seconds or not most:
         return ()
-    frontier = _Frontier(problem, block, fastest_seconds, most, seconds_left)
-    cheap, dear = map(frontier.solve, _PRICES)
-    if cheap is not None and dear is not None:
-        frontier.halve(cheap, dear, _HALVINGS)
+    form = _formulation(problem, problem.blocks[block.name])
+    seconds = {column: each / fastest_seconds for column, each in _seconds(form, block.name).items()}
+    sizes = {column: each / most for column, each in _saved(form, problem.blocks[block.name], block).items()}
+    frontier = Frontier(form.model, seconds, sizes, fastest_seconds, most, 1.0, seconds_left)
+    cheap, dear = (frontier.solve(1.0, price) for price in _PRICES)
+    frontier.halve(cheap, dear, _HALVINGS, _MIN_GAIN)
     return tuple(frontier.lines)
-
-
-class _Frontier:
-    """The frontier of one call in seconds of the fastest call and shares of all that it may save, with its `lines`."""
-
-    def __init__(
-        self, problem: Problem, block: BlockRelaxation, fastest_seconds: float, most: float, seconds_left: float
-    ) -> None:
-        self.fastest_seconds, self.most, self.until = fastest_seconds, most, monotonic() + seconds_left
-        table = problem.blocks[block.name]
-        form = _formulation(problem, table)
-        self.model, self.lines = form.model, list[SavedLine]()
-        self.seconds = {column: each / fastest_seconds for column, each in _seconds(form, table).items()}
-        self.bytes = {column: each / most for column, each in _saved(form, table, block).items()}
-
-    def solve(self, price: float) -> tuple[float, float] | None:
-        """Return the (seconds, bytes) that are least at this price, which make a line; None where time ends."""
-        model = self.model
-        model.cost = [0.0] * model.variables
-        model.minimise(self.seconds)
-        model.minimise({column: price * each for column, each in self.bytes.items()})
-        outcome = solve(model, relaxed=True, time_limit_seconds=self.until - monotonic())
-        if outcome.status is not Status.OPTIMAL:
-            return None
-        self.lines.append(SavedLine(1 / self.fastest_seconds, price / self.most, outcome.bound * (1 - ROUNDING) - 1))
-        seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
-        return seconds, size
-
-    def halve(self, first: tuple[float, float], last: tuple[float, float], depth: int) -> None:
-        """Lines between two corners."""
-        longer, smaller = last[0] - first[0], first[1] - last[1]
-        if not depth or min(longer, smaller) < _MIN_GAIN:
-            return
-        price = longer / smaller
-        corner = self.solve(price)
-        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - _MIN_GAIN):
-            self.halve(first, corner, depth - 1)
-            self.halve(corner, last, depth - 1)
 
 
 def _formulation(problem: Problem, table: BlockTable) -> Formulation:
@@ -93,19 +54,12 @@ def _formulation(problem: Problem, table: BlockTable) -> Formulation:
     return form
 
 
-def _seconds(form: Formulation, table: BlockTable) -> Expression:
-    """Forward, backward, and what is recomputed or gathered for it."""
-    name, out = table.block.name, Expression()
-    storages = form.storages[name]
-    for node, strategies in table.strategies.items():
-        for strategy, x in zip(strategies, form.x[name, node], strict=True):
-            add(out, {x: strategy.seconds.forward + strategy.seconds.backward})
-    for value, conversions in table.conversions.items():
-        for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
-            add(out, {y: edge.seconds.forward + edge.seconds.backward})
-    for seconds, column in storages.recompute:
-        add(out, {column: seconds.forward})
-    for seconds, column in storages.gathers:
+def _seconds(form: Formulation, name: str) -> Expression:
+    """The seconds of forward and backward, with what is recomputed or gathered for it."""
+    out = Expression()
+    for column, seconds, _ in form.priced_columns(name):
+        add(out, {column: seconds.forward + seconds.backward})
+    for column, seconds in form.storages[name].priced_columns():
         add(out, {column: seconds.forward + seconds.backward})
     return out
 

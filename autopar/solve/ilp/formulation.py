@@ -12,6 +12,7 @@ units of `Formulation`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
@@ -79,6 +80,12 @@ class StorageVariables:
     partitioned_inputs: dict[tuple[PlacedValue, int], int] = field(default_factory=dict)
     gathers: list[tuple[StreamSeconds, int]] = field(default_factory=list)
 
+    def priced_columns(self) -> Iterator[tuple[int, StreamSeconds]]:
+        """Yield r, c and P with their seconds in one call: recomputation takes the seconds of a forward, in the backward."""
+        for seconds, column in self.recompute:
+            yield column, StreamSeconds(0.0, seconds.forward, 0.0, seconds.forward_shared)
+        yield from ((column, seconds) for seconds, column in self.gathers)
+
     def offloaded_bytes(self) -> Expression:
         """Return the offloaded bytes of one call, in units of bytes."""
         return {variable: self.sizes[storage] for storage, variable in self.offloaded.items()}
@@ -109,3 +116,13 @@ class Formulation:
     penalties: dict[int, float] = field(default_factory=dict)
     storages: dict[str, StorageVariables] = field(default_factory=dict)
     boundary_saved: dict[frozenset[Slot], int] = field(default_factory=dict)
+
+    def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
+        """Yield x and y of a block with their seconds in one call, and the operation (empty: a conversion)."""
+        table = self.problem.blocks[name]
+        for node, strategies in table.strategies.items():
+            for strategy, x in zip(strategies, self.x[name, node], strict=True):
+                yield x, strategy.seconds, node
+        for value, conversions in table.conversions.items():
+            for edge, y in zip(conversions.edges, self.y[name, value], strict=True):
+                yield y, edge.seconds, ""

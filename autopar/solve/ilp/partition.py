@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.mesh_links import shares_data_links
 from autopar.cost_models.step.block_memory import partitioned_bytes
 from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.mesh import DATA_AXIS
@@ -80,18 +80,13 @@ def add_partition(
         p = out.partitioned[storage, axis] = form.model.binary()
         parts[p] = 1.0
         copy, gather = table.costs.partition_seconds(axis, out.sizes[storage] * form.byte_unit)
-        out.gathers.append((StreamSeconds(copy, gather, 0.0, gather if _shares_link(form.problem, axis) else 0.0), p))
+        shared = shares_data_links(form.problem.cluster, form.problem.mesh, axis)
+        out.gathers.append((StreamSeconds(copy, gather, 0.0, gather if shared else 0.0), p))
         if is_input:
             # G[t, a] >= P[t, a] + given - 1: nothing but the call holds the whole input
             held = out.partitioned_inputs[storage, axis] = form.model.variable(1.0)
             form.model.at_least(held, total((1.0, {p: 1.0}), (1.0, is_input)), -1.0)
     return parts
-
-
-def _shares_link(problem: Problem, axis: int) -> bool:
-    """Return whether the axis uses a physical link of the data axis."""
-    data = links_of_axis(problem.cluster, problem.mesh, problem.mesh.index(DATA_AXIS)).names
-    return not data.isdisjoint(links_of_axis(problem.cluster, problem.mesh, axis).names)
 
 
 def partition_terms(form: Formulation, storages: StorageVariables) -> tuple[Expression, Expression, Expression]:

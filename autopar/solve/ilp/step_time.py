@@ -28,18 +28,11 @@ def add_block_seconds(form: Formulation, name: str, table: BlockTable) -> None:
             if value:
                 add(terms, {variable: value / form.second_unit})
 
-    for node, strategies in table.strategies.items():
-        for strategy, x in zip(strategies, form.x[name, node], strict=True):
-            spend(x, strategy.seconds)
-    for value, conversions in table.conversions.items():
-        for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
-            spend(y, edge.seconds)
-    storages = form.storages.get(name)
-    for seconds, variable in storages.recompute if storages is not None else ():
-        # the backward recomputes before its first gradient
-        spend(variable, StreamSeconds(0.0, seconds.forward, 0.0, seconds.forward_shared))
-    for seconds, variable in storages.gathers if storages is not None else ():
-        spend(variable, seconds)
+    for column, seconds, _ in form.priced_columns(name):
+        spend(column, seconds)
+    if name in form.storages:
+        for column, seconds in form.storages[name].priced_columns():
+            spend(column, seconds)
     several = form.problem.mesh.sizes[0] > 1
     to_host, from_host = _offload_seconds(form, name, table)
     form.forward[name] = (

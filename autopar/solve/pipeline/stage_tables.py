@@ -197,15 +197,14 @@ def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSettin
         trace.memory.backward_bytes + 2 * passing + memory.reduce_buffer,
         trace.memory.input_gradient_bytes + memory.unsharded_gradients + memory.gradients + memory.reduce_buffer + passing,
     )
-    reduced = cost.reduce_seconds if zero < 2 else 0.0
     return CallCost(
         pass_seconds=forward_pass + backward_pass,
         backward_seconds=backward_pass,
-        reduce_seconds=reduced,
+        reduce_seconds=communication.reduce_last - communication.reduce_each,
         update_seconds=communication.optimizer_seconds,
         state_bytes=state,
         running_bytes=running,
-        exposed_seconds=cost.reduce_seconds,
+        exposed_seconds=communication.reduce_last,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Value
 from autopar.ir.placement import Partial, Placement, Placements, Shard
-from autopar.rules.conversions import axis_conversion, placement_states
+from autopar.rules.conversions import axis_conversion, may_convert, placement_states
 
 EdgeKey = tuple[int, Placement, Placement, int]
 """The key of a conversion's price: mesh axis, placements on it before and after, shards cut by the other axes."""
@@ -47,7 +47,7 @@ def conversion_graph(
                     other_shards *= cuts[other][place]
             for to in targets[axis][code[axis]]:
                 target = number.get((*code[:axis], to, *code[axis + 1 :]))
-                if target is not None and _nests(among[source], per_axis[axis][to], axis):
+                if target is not None and may_convert(among[source], per_axis[axis][to], axis):
                     edges.append((source, target, (axis, code[axis], to, other_shards)))
     return _reachable(among, edges, per_axis, produced, needed)
 
@@ -63,16 +63,6 @@ def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], di
         ]
         for source in places
     ]
-
-
-def _nests(source: Placements, target: Placement, axis: int) -> bool:
-    """Return whether `rules.conversions.may_convert` holds for a source and what one axis becomes."""
-    for place in (source[axis], target):
-        if type(place) is Shard:
-            for other in source[axis + 1 :]:
-                if type(other) is Shard and (place.dim, place.parts) == (other.dim, other.parts):
-                    return False
-    return True
 
 
 def _reachable(

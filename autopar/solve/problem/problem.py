@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.compute.operations import work_shards
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.mesh_links import shares_data_links
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
@@ -20,7 +20,7 @@ from autopar.ir.plan import NodePlan, Precision
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
-from autopar.solve.problem.structure import BlockStructure, LazyTable, Pins, Structure, structure_of
+from autopar.solve.problem.structure import BlockStructure, LazyTable, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class Problem:
 
 def build_problem(
     graph: Graph, mesh: Mesh, cluster: Cluster, precision: Precision, optimizer: str, registry: Registry,
-    zeros: Collection[int] = (0, 1, 2, 3), *, pins: Pins | None = None, micro_batches: int = 1,
+    zeros: Collection[int] = (0, 1, 2, 3), *, micro_batches: int = 1,
 ) -> Problem:  # fmt: skip
     """All tables for `graph`, whose batch is that of a micro-batch, on `mesh`."""
-    structure = structure_of(graph, mesh, registry, pins)
+    structure = structure_of(graph, mesh, registry)
     return price_structure(structure, graph, cluster, precision, optimizer, zeros=zeros, micro_batches=micro_batches)
 
 
@@ -151,9 +151,7 @@ class _Pricing:
 
     def __init__(self, structure: Structure, graph: Graph, cluster: Cluster, known_costs: dict[str, BlockCosts]) -> None:
         self.mesh, self.cluster, self.batch, self.known = structure.mesh, cluster, graph.batch, known_costs
-        sizes, data = self.mesh.sizes, self.mesh.index(DATA_AXIS)
-        shared = links_of_axis(cluster, self.mesh, data).names
-        self.shares_link = [not shared.isdisjoint(links_of_axis(cluster, self.mesh, axis).names) for axis in range(len(sizes))]
+        self.shares_link = [shares_data_links(cluster, self.mesh, axis) for axis in range(len(self.mesh.sizes))]
         self._conversions: dict[int, PricedConversions] = {}
         self._prices: dict[object, tuple[StreamSeconds, bool]] = {}
 

@@ -33,6 +33,8 @@ class Net(nn.Module):
     def __init__(self, name: str, captured: bool) -> None:
         super().__init__()
         self.up, self.yes, self.no, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        dropout = {"recurrent": 0.0, "random": 0.5}.get(name)
+        self.rnn = None if dropout is None else nn.LSTM(4, 4, 2, dropout=dropout)
         self.register_buffer("warm", torch.tensor(1.0))
         self.body = BODIES[name][0 if captured else 1]
 
@@ -77,6 +79,18 @@ def nested(choose: Choose) -> Body:
     return lambda net, x: choose(x.sum() > 0, lambda a: yes(net, a), lambda a: net.no(a), x)
 
 
+def recurrent(choose: Choose) -> Body:
+    def yes(net: Net, a: Tensor) -> Tensor:
+        assert net.rnn is not None  # the function: torch refuses nn.LSTM in a branch, which writes attributes
+        start = a.new_zeros(2, a.shape[0], 4)
+        weights, dropout = [*net.rnn.parameters()], net.rnn.dropout
+        steps = a.reshape(-1, 4, 4).transpose(0, 1)
+        found = torch.lstm(steps, (start, start), weights, True, 2, dropout, True, False, False)[0]
+        return found.transpose(0, 1).reshape(-1, WIDTH)
+
+    return lambda net, x: choose(x.sum() > 0, lambda a: yes(net, a), lambda a: net.no(a), x)
+
+
 def _loop(net: Net, x: Tensor) -> Tensor:
     start = torch.zeros((), dtype=torch.int64, device=x.device)
     found = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, net.yes(y).tanh()), (start, x))
@@ -105,6 +119,7 @@ BODIES: dict[str, tuple[Body, Body, bool]] = {
     "by a buffer": (by_buffer(_cond), by_buffer(_choose), True),
     "of the batch": (of_the_batch(_cond), of_the_batch(_choose), False),
     "nested": (nested(_cond), nested(_choose), False),
+    "recurrent": (recurrent(_cond), recurrent(_choose), False),
     "loop": (_loop, _loop_in_python, True),
     "until": (_until, _until_in_python, False),
 }
@@ -205,8 +220,9 @@ def _refused(net: Net, x: Tensor) -> Tensor:
     return found
 
 
-def test_random_numbers_inside_of_a_branch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BODIES, "random", (_refused, _refused, False))
+@pytest.mark.parametrize("body", [_refused, recurrent(_cond)])
+def test_random_numbers_inside_of_a_branch_are_refused(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BODIES, "random", (body, body, False))
     with pytest.raises(CaptureError, match=r"test_branches.py:\d+: torch.cond: aten\.\w+ draws random numbers") as caught:
         capture(net("random"), (batch(),))
     assert "\n" not in str(caught.value)

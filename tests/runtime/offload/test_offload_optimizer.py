@@ -49,13 +49,13 @@ def batch(seed: int) -> State:
 def trained(axes: dict[str, int], zero: int, name: str, offload: bool, folder: str) -> Any:
     """On a rank: three steps with a schedule, a checkpoint, two steps more from it. Copies to and from the host are counted."""
     from autopar.runtime.device.offload import HostMemory
-    from autopar.runtime.state import host_optimizer
+    from autopar.runtime.state import offload_optimizer
 
     torch.manual_seed(0)
     parallel = Parallel(make(axes, zero), {k: v.clone() for k, v in Model().double().state_dict().items() if k != "head.weight"})
     optimizer = OPTIMIZERS[name](parallel.parameters())
     copies = []
-    to_host, host_optimizer.PART_BYTES = HostMemory.copy_to_host, 500
+    to_host, offload_optimizer.PART_BYTES = HostMemory.copy_to_host, 500
     HostMemory.copy_to_host = lambda self, x: copies.append(x.data_ptr()) or to_host(self, x)  # type: ignore[func-returns-value,method-assign]
     try:
         if offload:

@@ -139,9 +139,9 @@ def steps(model: Any) -> tuple[list[float], list[int]]:
 
 
 def on_ranks(paths: list[str]) -> list[Any]:
-    from autopar.runtime.state import host_optimizer
+    from autopar.runtime.state import offload_optimizer
 
-    host_optimizer.PART_BYTES = PART_BYTES
+    offload_optimizer.PART_BYTES = PART_BYTES
     out = []
     for path in paths:
         try:

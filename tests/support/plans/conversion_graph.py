@@ -21,5 +21,5 @@ def single_axis_conversions(
                 target = (*source[:axis], placement, *source[axis + 1 :])
                 if target not in legal or axis_conversion(source[axis], placement, differentiable) is None:
                     continue
-                if may_convert(source, target):
+                if may_convert(source, placement, axis):
                     yield source, target

@@ -21,7 +21,7 @@ _MADE = frozenset(
     (torch.tensor, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace, torch.eye, torch.as_tensor,
      torch.ones_like, torch.zeros_like, torch.full_like, Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, Tensor.new_tensor)
 )  # fmt: skip
-"""What makes values out of numbers and shapes alone."""
+"""The functions that make values out of numbers and shapes alone."""
 _READ = frozenset((Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist))
 _PURE = """
 __get__ __getitem__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __neg__

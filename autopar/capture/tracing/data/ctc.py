@@ -45,9 +45,9 @@ class CtcLosses(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.picked: Any = WeakIdKeyDictionary()
-        """By result: the matrix and the mask that it is picked with."""
+        """The results, each with the matrix and the mask that it is picked with."""
         self.counted: Any = WeakIdKeyDictionary()
-        """By sums of rows: the mask."""
+        """The sums of rows, each with its mask."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -25,7 +25,7 @@ from ..device.offload import HostMemory
 from ..errors import RuntimeProblem
 
 PART_BYTES = 2**28
-"""Of parameters whose state is on the device at the same time; twice of it with what is on its way."""
+"""The bytes of the parameters whose state is on the device at the same time; twice as many with what is on its way."""
 
 
 def offload_optimizer(optimizer: Optimizer, device: torch.device, part_bytes: int | None = None, to: str = "cpu") -> None:

@@ -1,4 +1,5 @@
-"""One export for all lengths: sizes of inputs beside the batch stay symbols, which numbers replace when a length comes."""
+"""The way from a model to its graph: one export, flattened, normalized and folded. Sizes of inputs beside the batch may stay
+symbols, which numbers replace when a length comes: one export for all lengths."""
 
 from __future__ import annotations
 
