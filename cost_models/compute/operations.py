@@ -31,7 +31,6 @@ from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
 from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
-from autopar.operations.notation.rule import argument
 from autopar.operations.operation import Operation, Sizes
 from autopar.operations.table import operation
 
