@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import UnsupportedOp
+from autopar.errors import ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
@@ -77,6 +77,7 @@ class _Search:
     def run(self) -> PlanResult:
         state = self.state
         self._check_rules()
+        self._check_overlap()
         interrupted = self._find()
         if state.best is None and state.seconds_left() > 0:
             interrupted = self._find_with_offloaded_optimizer() or interrupted
@@ -175,6 +176,16 @@ class _Search:
                 raise UnsupportedOp(
                     f"{node.op} at {node.source or node.name} has no sharding rule: "
                     f"give one with autopar.register_rule({node.op.replace('.', '::', 1)!r}, ...), or plan without strict"
+                )
+
+    def _check_overlap(self) -> None:
+        """Refuse what programs of autopar do not overlap: bounds and integer programs add such collectives to the compute."""
+        cluster = self.state.cluster
+        for name in ("model_parallel", "expert_dispatch"):
+            if getattr(cluster.overlap, name):
+                raise ClusterError(
+                    f"{cluster.name}: programs of autopar have no overlap.{name}: leave it out of the cluster's file, or plan "
+                    "for software that has it (autopar plan --for megatron)"
                 )
 
     def _take(self, solution: MeshSolution | None) -> None:

@@ -174,6 +174,15 @@ def test_batches_and_degrees_that_do_not_divide() -> None:
     assert ddp.evaluation is None and ddp.problem
 
 
+@pytest.mark.parametrize("name", ["model_parallel", "expert_dispatch"])
+def test_overlap_of_other_software_is_refused(name: str) -> None:
+    """The integer program adds up what it would hide, so that its bound would be none."""
+    cluster = Cluster.parse("local:2")
+    cluster = replace(cluster, overlap=replace(cluster.overlap, **{name: True}))
+    with pytest.raises(ClusterError, match=rf"^[^\n]*have no overlap\.{name}[^\n]*--for megatron[^\n]*$"):
+        search(gpt2_graph(layers=1, batch=4), cluster, SearchOptions())
+
+
 def test_strict_names_the_operation_without_a_rule() -> None:
     b = Builder("Only")
     x = b.input("hidden", ("B", 16), differentiable=False)
