@@ -89,8 +89,11 @@ class Certificate:
         return f"proven equal to the model on {' x '.join(f'{k}={v}' for k, v in self.mesh.items())}, by {lemmas} lemmas{assumed}"
 
 
-def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | bytes = b"", optimizer: str = "adamw") -> Certificate:
-    """The certificate of a program's text: of the graph that it must compute, at the batch and mesh of the plan."""
+def certify(
+    text: str, graph: Graph, candidate: Candidate, plan_json: str | bytes = b"", optimizer: str = "adamw", first: str = ""
+) -> Certificate:
+    """The certificate of a program's text: of the graph that it must compute, at the batch and mesh of the plan. `first` is the
+    text of the program whose weights it shares, where it is a further program for calls of another kind."""
     plan = plan_json.encode() if isinstance(plan_json, str) else plan_json
     mesh = dict(zip(candidate.mesh.names, candidate.mesh.sizes, strict=True))
     mesh = {"pp": candidate.pipeline.stages, **mesh} if candidate.pipeline.stages > 1 else mesh
@@ -101,6 +104,9 @@ def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | byte
         result = proof.check()
         order, assumed = _order(program, proof)
         stages = read_schedule(program.schedule, program.program.line)
+        if first:
+            _shares_weights(program, read_program(first))
+            assumed.append((program.program.line, "all ranks run this program for the same calls, which the runtime compares"))
         bounds = tuple(each.total for each in stage_bounds(proof, stages, optimizer))
     except NotProven as error:
         return _with(empty, refused=(error.line, error.reason))
@@ -126,8 +132,22 @@ def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | byte
         Claim("branches", "ranks branch on the mode and on values that are equal on all of them"),
         Claim("loss", "the loss is the model's, over the whole batch, and each rank starts its backward once"),
         Claim("order", order_text, {**collectives, **order}),
+        Claim("state", f"ranks hold each of {len(result.parameters)} parameters once, under the model's names and shapes"),
     )
     return _with(empty, claims=claims, assumptions=tuple(dict.fromkeys(lines)), bounds=bounds)
+
+
+def _shares_weights(program: ProgramText, first: ProgramText) -> None:
+    """The weights that a further program reads lie on the ranks as the first one stores them."""
+    stored = {name: each for _, name, each in first.parameters()}
+    for block, name, each in program.parameters():
+        known = stored.get(name)
+        if known is None:
+            raise NotProven(block.line, f"the first program does not hold {name}")
+        for what in ("shape", "dtype", "places"):
+            one, other = getattr(known, what), getattr(each, what)
+            if one != other:
+                raise NotProven(block.line, f"{name} is stored with {what} {other}, and by the first program with {one}")
 
 
 def _letters(text: str) -> str:
