@@ -185,13 +185,14 @@ class BlockProof:
         if ast.unparse(value) in ("self.mesh.own_examples", "self.mesh.all_examples"):
             raise refuse(value, "data ranks have uneven shards of the batch, which this checker does not follow")
         found = self.reader.applied(value)
-        results = (found,) if not isinstance(found, Applied) else self.apply(found)
+        results: tuple[PlacedTensor | int, ...] = (found,)
+        if isinstance(found, Applied):
+            results = made = self.apply(found)
+            self.result.lines.append(Line(found, made, torch.is_grad_enabled()))
         if len(results) != len(names):
             raise refuse(value, f"{len(results)} results for {len(names)} variables")
         for name, each in zip(names, results, strict=True):
             self.reader.variables[name] = each
-        if isinstance(found, Applied):
-            self.result.lines.append(Line(found, results, torch.is_grad_enabled()))
 
     # -- operations
 
@@ -415,8 +416,9 @@ class BlockProof:
             if shared and not (lemma.of == "ap.moe_experts" and tensor in tensors[:3]):
                 raise Unfit(f"another axis cuts the dimension of {tensor.value} that {applied.op} works along")
         along = applied.kwargs.get("dim")
-        if along is not None and (not isinstance(operands[0][index], Cut) or operands[0][index].dim != along):
-            raise Unfit(f"{applied.op} works along dimension {along}, and its operand is {operands[0][index]}")
+        image = operands[0][index]
+        if along is not None and (not isinstance(image, Cut) or image.dim != along):
+            raise Unfit(f"{applied.op} works along dimension {along}, and its operand is {image}")
         kind = lemma.on_axis(call, [each[index] for each in operands], self.axes.sizes[index], flows)
         return [(*each[:index], kind, *each[index:]) for each in rest]
 
@@ -433,9 +435,10 @@ class BlockProof:
         values += [(value.name, shape) for value, shape in zip(operation.node.outputs, call.results, strict=True)]
         for operands, results in self.captured.planned(operation):
             places = zip(values, (*operands, *results), strict=True)
-            said = [self._placed(name, shape, each) for (name, shape), each in places]
+            said = [each for (name, shape), where in places if (each := self._placed(name, shape, where)) is not None]
             inputs, made = said[: len(tensors)], said[len(tensors) :]
-            if None in said or any(each[i] != tensor.kinds[i] for each, tensor in zip(inputs, tensors, strict=True) for i in cut):
+            pairs = zip(inputs, tensors, strict=False)
+            if len(said) < len(values) or any(each[i] != tensor.kinds[i] for each, tensor in pairs for i in cut):
                 continue
             whole = carry(table.redundant(call), *self._without(cut, [each.kinds for each in tensors]), flows, [None] * len(made))
             kept = [i for i in range(len(names)) if i not in cut]

@@ -29,7 +29,7 @@ ALWAYS = (
     "the runtime adds up gradients over data ranks and micro-batches once (FSDP2, or its buckets), and losses of micro-batches",
     "the parameters that ranks hold are the shards that the program says, and every rank has its part of one batch",
     "floating-point numbers are added up in another order than on one device",
-    "kernels save no more than their operands, their results, and as much again as their results (memory only)",
+    "kernels save what torch's own do, and attention runs in one that keeps no matrix of scores (memory only)",
 )
 """What every certificate rests on."""
 

@@ -76,7 +76,7 @@ class _Fused(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         working = _bytes(ctx.working)
         out = [torch.empty_like(x) if x is not None and x.is_floating_point() else None for x in ctx.operands]
         del working
@@ -104,14 +104,15 @@ def _experts(
     x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *_: Any, ranks: int = 1, **more: Any,
 ) -> Tensor:  # fmt: skip
-    """The copies of tokens for the experts of one of `ranks`, equally many for each: of each its indices, the products, the gate."""
+    """Copies of tokens for the experts of one of `ranks`, equally many for each: their indices, the products and the gate."""
     turned = "transposed" in str(more.get("layout", ""))
     wide, inner, width = (up.shape[2], down.shape[1], x.shape[-1]) if turned else (up.shape[1], down.shape[2], x.shape[-1])
     copies = -(-experts.numel() // ranks)
     unit = copies * x.element_size()
     extra = unit * (wide + width) + 2 * 8 * copies
     working = unit * (width + max(width, 2 * inner))
-    return _Fused.apply(x.shape, (extra, working, unit * (4 * inner + 2 * wide + 2 * width)), x, weights, up, down, up_bias, down_bias)  # type: ignore[no-any-return,no-untyped-call]
+    sizes = extra, working, unit * (4 * inner + 2 * wide + 2 * width)
+    return _Fused.apply(x.shape, sizes, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _looked_up(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -97,7 +97,7 @@ def footprint(result: BlockResult, text: BlockText, ranks: Mapping[str, int]) ->
     gone = (again.keys() | inside) - results.keys()
 
     def size(saved: Mapping[int, int]) -> int:
-        return sum(bytes_ for key, bytes_ in (results | saved).items() if key not in gone)
+        return sum(bytes_ for key, bytes_ in {**results, **saved}.items() if key not in gone)
 
     returned = sum(results.values())
     after = returned if text.flags.get("recompute") else size(kept)
@@ -114,8 +114,10 @@ def footprint(result: BlockResult, text: BlockText, ranks: Mapping[str, int]) ->
     backward = peak + redone + weights + given
     if text.flags.get("recompute"):
         backward = max(backward, most + returned + sum(map(_gradient, result.outputs)))
-    waiting = sum(_gradient(x) for line in result.lines for x in line.results)
-    return Footprint(most, after, backward, after + waiting, given, sum(map(_gradient, result.outputs)))
+    linear = [line for line in result.lines if line.applied.op in ("aten.linear", "ap.linear_kn")]
+    waiting = dict(storage_of(_operands(line)[0].local) for line in linear)
+    waits = sum(waiting.values()) + sum(_gradient(x) for line in linear for x in line.results)
+    return Footprint(most, after, backward, waits, given, sum(map(_gradient, result.outputs)))
 
 
 def _gradient(x: PlacedTensor) -> int:
@@ -300,8 +302,8 @@ def _blocks(proof: ProgramProof, chunks: Sequence[CallsText]) -> Iterator[tuple[
 def _parameters(
     proof: ProgramProof, text: BlockText, names: Mapping[str, str], ranks: int
 ) -> Iterator[tuple[ParameterText, int, int, int]]:
-    """Each parameter of a block with the bytes of what model axes leave of it, of a data rank's share of that (of the first dimension
-    that divides; of the first one, rounded up; or all), and of an element."""
+    """Each parameter of a block with the bytes of what model axes leave of it, of a data rank's share of that (of the first
+    dimension that divides; of the first one, rounded up; or all), and of an element."""
     for stored in text.stored:
         if stored.path in names:
             kinds = proof.stored_kinds(stored.shape, stored.places, text.line)

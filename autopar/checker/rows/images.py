@@ -6,7 +6,6 @@ function of the runtime fetches the rows that the neighbours have: a lemma, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.checker.rows.carry import Dim, Dims, OperationRow
@@ -130,22 +129,6 @@ def halo_fits(call: WholeCall, dim: int, size: int) -> bool:
     if found is None or not found.matches(rows, results) or min(rows, results) % size or min(found.halo) < 0:
         return False
     return max(found.halo) <= rows // size and len(call.shapes[0]) == int(call.op[-2]) + 2
-
-
-def without_dim(row: OperationRow, dim: int) -> OperationRow:
-    """The row with a dimension of the image as a whole."""
-
-    def whole(dims: Dims) -> Dims:
-        return tuple((("", _extent(each)),) if i == dim else each for i, each in enumerate(dims))
-
-    return OperationRow((whole(row.operands[0]), *row.operands[1:]), tuple(map(whole, row.results)), row.reduced, (), row.addends)
-
-
-def _extent(dim: Sequence[tuple[str, int]]) -> int:
-    out = 1
-    for _, size in dim:
-        out *= size
-    return out
 
 
 def without_running(call: WholeCall) -> bool:

@@ -6,14 +6,14 @@ all other axes the row of the operation holds, with the dimension that the funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from autopar.checker.rows.carry import Dims, OperationRow
 from autopar.checker.rows.elements import reduction
-from autopar.checker.rows.images import convolution, halo_fits, image, without_dim, without_running
+from autopar.checker.rows.images import convolution, halo_fits, image, without_running
 from autopar.checker.rows.operation_call import WholeCall
 from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, group_norm, instance_norm, moe_experts
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
@@ -164,12 +164,16 @@ def _along(row: Callable[[WholeCall], OperationRow]) -> Callable[[WholeCall], Op
     """The row with all dimensions of space whole."""
 
     def make(call: WholeCall) -> OperationRow:
-        found = row(call)
-        for dim in range(2, len(call.shapes[0])):
-            found = without_dim(found, dim)
-        return found
+        found, space = row(call), range(2, len(call.shapes[0]))
+        operands = (_whole(found.operands[0], space), *found.operands[1:])
+        return replace(found, operands=operands, results=tuple(_whole(dims, space) for dims in found.results), linear=())
 
     return make
+
+
+def _whole(dims: Dims, which: Collection[int]) -> Dims:
+    """The dimensions, some of which are never cut."""
+    return tuple((("", prod(size for _, size in dim)),) if i in which else dim for i, dim in enumerate(dims))
 
 
 def _banded(call: WholeCall) -> OperationRow:
@@ -178,18 +182,8 @@ def _banded(call: WholeCall) -> OperationRow:
 
 def _whole_heads(call: WholeCall) -> OperationRow:
     row = _banded(call)
-
-    def without_heads(dims: Dims) -> Dims:
-        return tuple((("", _extent(dim)),) if i - len(dims) == -3 else dim for i, dim in enumerate(dims))
-
-    return OperationRow(tuple(map(without_heads, row.operands)), tuple(map(without_heads, row.results)))
-
-
-def _extent(dim: Sequence[tuple[str, int]]) -> int:
-    out = 1
-    for _, size in dim:
-        out *= size
-    return out
+    operands, results = (tuple(_whole(dims, {len(dims) - 3}) for dims in side) for side in (row.operands, row.results))
+    return OperationRow(operands, results)
 
 
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")

@@ -62,6 +62,8 @@ FORCES: Mapping[str, str] = {
 CONTEXT = {"context, ring": "ring", "context, rows": "rows", "context, all-to-all": "exchange"}
 PLANS = (*FORCES, *CONTEXT, "fp8", "drawn")
 """``drawn`` are placements that no solver chose."""
+FEW = ("free choice", "dp=2,tp=2", "ZeRO 3, micro-batches", "1f1b", "recompute all", "drawn")
+"""Kinds of plans of models that are no families."""
 CLUSTERS = {
     "llama3-405b": "dgx-h100:2048", "deepseek-v3": "dgx-h100:256", "mixtral-8x22b": "dgx-h100:32", "llama3-70b": "dgx-h100:16"
 }  # fmt: skip
@@ -127,7 +129,8 @@ def records(
     """A record of each model and plan that is not done."""
     for group, (names, make) in sets().items():
         for name in names if group in only else ():
-            wanted = [kind for kind in plans if (group, name, kind) not in done]
+            few = [kind for kind in plans if group in ("families", "small") or kind in FEW]
+            wanted = [kind for kind in few if (group, name, kind) not in done]
             if not wanted or (models and name not in models):
                 continue
             try:

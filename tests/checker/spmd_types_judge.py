@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.checker.program import ProgramProof
@@ -28,7 +29,7 @@ from autopar.program.load import load_program
 from autopar.runtime import collectives
 from autopar.runtime.device.mesh import MeshHandle
 
-JUDGED = ("linear_kn", "cross_entropy_sum", "count_valid")
+JUDGED = ("cross_entropy_sum", "count_valid")
 """Functions of our runtime that are plain operations of torch; all others they have no rule for."""
 
 
@@ -48,22 +49,41 @@ class Judgement:
 
 
 def annotated(text: str, lines: Mapping[int, Any]) -> str:
-    """The text with the annotation of each line after it."""
+    """The text with the annotation of each line after it. Slices become ``torch.narrow``: they have no rule for subscripts."""
     tree = ast.parse(text)
 
     class Annotate(ast.NodeTransformer):
+        def visit_Subscript(self, node: ast.Subscript) -> Any:  # noqa: N802
+            items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if not all(isinstance(each, ast.Slice) for each in items):
+                return node
+            sizes = [", ".join(ast.unparse(x) if x else "None" for x in (each.lower, each.upper, each.step)) for each in items]  # type: ignore[attr-defined]
+            return ast.parse(f"_sliced({ast.unparse(node.value)}, ({', '.join(f'slice({s})' for s in sizes)},))").body[0].value  # type: ignore[attr-defined]
+
         def visit_Assign(self, node: ast.Assign) -> Any:  # noqa: N802
             if node.lineno not in lines or not isinstance(node.targets[0], (ast.Name, ast.Tuple)):
-                return node
+                return self.generic_visit(node)
             names = [each.id for each in getattr(node.targets[0], "elts", [node.targets[0]])]
+            self.generic_visit(node)
             return [node, *ast.parse(f"_typed({node.lineno}, ({', '.join(names)},))").body]
 
     return ast.unparse(ast.fix_missing_locations(Annotate().visit(tree)))
 
 
-def judge(text: str, graph: Graph, candidate: Candidate, change: tuple[str, str] = ("", "")) -> Judgement:
+def _sliced(x: Tensor, items: Sequence[slice]) -> Tensor:
+    for dim, each in enumerate(items):
+        start, stop, step = each.indices(x.shape[dim])
+        if (start, stop, step) == (0, x.shape[dim], 1):
+            continue
+        x = torch.narrow(x, dim, start, stop - start)
+        if step != 1:
+            x = torch.index_select(x, dim, torch.arange(0, stop - start, step))
+    return x
+
+
+def judge(text: str, graph: Graph, candidate: Candidate, change: tuple[str, str] = ("", ""), compare: bool = True) -> Judgement:
     """Run the program of one rank under their checker. SpmdTypeError (theirs) or `Disagreement` where it is refused. `change`: of
-    the annotated text, after which it must be refused."""
+    the annotated text. Without `compare` our types only stand in where they have none."""
     proof = ProgramProof(read_program(text), graph, candidate)
     result = proof.check()
     kinds: dict[int, list[tuple[dict[str, Kind], ...]]] = {}
@@ -75,19 +95,23 @@ def judge(text: str, graph: Graph, candidate: Candidate, change: tuple[str, str]
     assert not change[0] or change[0] in source
     source = source.replace(*change, 1)
     with fake_group(0, candidate.devices):
-        return _Run(proof, kinds, source).judgement
+        return _Run(proof, kinds, source, compare).judgement
 
 
 class _Run:
-    def __init__(self, proof: ProgramProof, kinds: Mapping[int, list[tuple[dict[str, Kind], ...]]], source: str) -> None:
+    def __init__(
+        self, proof: ProgramProof, kinds: Mapping[int, list[tuple[dict[str, Kind], ...]]], source: str, compare: bool
+    ) -> None:
         import spmd_types as spmd
         import spmd_types.checker
 
-        self.spmd, self.proof, self.kinds, self.judgement = spmd, proof, kinds, Judgement()
+        self.spmd, self.proof, self.kinds, self.compare, self.judgement = spmd, proof, kinds, compare, Judgement()
         module = load_program(source)
         self.mesh = mesh = MeshHandle(module.Program.mesh_axes)
         self.groups = {name: mesh.group(name) for name, size in mesh.axes.items() if size > 1}
-        module.__dict__.update(C=self, _typed=self.typed)
+        functions = SimpleNamespace(**{name: getattr(F, name) for name in dir(F)})
+        functions.linear = partial(self.product, F.linear)
+        module.__dict__.update(C=self, F=functions, _typed=self.typed, _sliced=_sliced)
         with spmd.set_current_mesh(list(self.groups.values())), spmd.checker.typecheck():
             self.run(module)
 
@@ -101,7 +125,7 @@ class _Run:
         if "count" in self.proof.text.program.methods:
             counter = roots[0] if not self.proof.text.chunks else module.Program(self.mesh)
             self.fill(counter)
-            totals = {name: self.reduced(x) for name, x in counter.count(**inputs).items()}
+            totals = counter.count(**inputs)
         received: dict[str, Tensor] = {}
         for number, root in enumerate(roots):
             self.fill(root)
@@ -118,22 +142,21 @@ class _Run:
         kind = self.spmd.R if self.proof.graph.forward_only else self.spmd.I
         self.spmd.assert_type(loss, dict.fromkeys(self.groups.values(), kind))
 
-    def reduced(self, total: Tensor) -> Tensor:
-        return total
-
     def input(self, value: Any, program: Any) -> Tensor:
         passed = self.proof._input(value)
         local = passed.tensor.local
-        x = torch.zeros(local.shape, dtype=local.dtype)
-        return self.set(x.requires_grad_(local.requires_grad), dict(zip(self.proof.axes.names, passed.tensor.kinds, strict=True)))
+        with self.spmd.no_typecheck():
+            x = torch.zeros(local.shape, dtype=local.dtype).requires_grad_(local.requires_grad)
+        return self.set(x, dict(zip(self.proof.axes.names, passed.tensor.kinds, strict=True)))
 
     def fill(self, root: nn.Module) -> None:
         for block in root.blocks():  # type: ignore[operator,union-attr]
             for spec in block.specs:
                 old = getattr(block, spec.attribute)
-                new = torch.zeros(old.shape, dtype=old.dtype)
                 kinds = self.proof.stored_kinds(spec.shape, spec.placements, 0)
-                held = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+                with self.spmd.no_typecheck():
+                    new = torch.zeros(old.shape, dtype=old.dtype)
+                    held = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
                 (block._parameters if isinstance(old, nn.Parameter) else block._buffers)[spec.attribute] = held
                 self.set(held, dict(zip(self.proof.axes.names, kinds, strict=True)))
 
@@ -171,15 +194,32 @@ class _Run:
             axis, ours = self.groups[name], self.letter(kind)
             theirs = self.spmd.maybe_get_axis_local_type(x, axis)
             if theirs is None:
-                self.spmd.mutate_type(x, axis, src=None, dst=ours) if False else self.set(x, {name: kind})
+                self.set(x, {name: kind})
                 self.judgement.counts["taken"] += 1
             elif theirs is ours or (not x.requires_grad and {theirs, ours} == {self.spmd.R, self.spmd.I}):
                 self.judgement.counts["agreed"] += 1
             elif (theirs, ours) in ((self.spmd.V, self.spmd.P), (self.spmd.R, self.spmd.V)):
                 self.spmd.mutate_type(x, axis, src=theirs, dst=ours)
                 self.judgement.counts["sums" if ours is self.spmd.P else "numbers"] += 1
-            else:
+            elif self.compare:
                 raise Disagreement(f"line {line}: {name} is {theirs} for spmd_types, and {ours} for autopar.checker")
+
+    def product(self, function: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A product whose bias is partial: the sum over ranks of its operands' parts, which is written as such, and the bias."""
+        if bias is None:
+            return function(x, weight)
+        types = {axis: self.spmd.get_axis_local_type(bias, axis) for axis in self.groups.values()}
+        if self.spmd.P not in types.values():
+            return function(x, weight, bias)
+        out = function(x, weight)
+        for axis, kind in types.items():
+            if kind is self.spmd.P and self.spmd.get_axis_local_type(out, axis) is self.spmd.V:
+                self.spmd.mutate_type(out, axis, src=self.spmd.V, dst=self.spmd.P)
+                self.judgement.counts["sums"] += 1
+        return out + bias
+
+    def linear_kn(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.product(collectives.linear_kn, x, weight, bias)
 
     # -- the namespace C
 
@@ -232,6 +272,3 @@ class _Run:
 
     def wait(self, pending: Tensor) -> Tensor:
         return pending
-
-
-__all__ = ["Disagreement", "Judgement", "Iterator", "contextmanager", "dist", "judge"]
