@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,8 +75,10 @@ class BlockProof:
 
     def __init__(
         self, text: BlockText, captured: CapturedBlock, axes: Axes, axis_names: frozenset[str],
-        parameters: Mapping[str, PlacedTensor], forward_only: bool = False,
+        parameters: Mapping[str, PlacedTensor], forward_only: bool = False, examples: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
+        """`examples`: how many this rank has, and all, where data ranks have uneven shards of the batch."""
+        self.examples = examples
         self.text, self.captured, self.axes, self.forward_only = text, captured, axes, forward_only
         self.reader = Reader(axis_names, parameters)
         self.result = BlockResult(parameters=tuple(parameters.values()))
@@ -182,13 +185,17 @@ class BlockProof:
         if isinstance(value, ast.Attribute) and names == [value.attr] and ast.unparse(value) == f"self.mesh.{value.attr}":
             self.reader.variables[names[0]] = self.reader.value(value)
             return
-        if ast.unparse(value) in ("self.mesh.own_examples", "self.mesh.all_examples"):
-            raise refuse(value, "data ranks have uneven shards of the batch, which this checker does not follow")
+        examples = self.examples.get(ast.unparse(value))
+        if examples is not None and len(names) == 1:
+            self.reader.variables[names[0]] = examples
+            return
         found = self.reader.applied(value)
-        results: tuple[PlacedTensor | int, ...] = (found,)
+        results: tuple[PlacedTensor | int, ...]
         if isinstance(found, Applied):
             results = made = self.apply(found)
             self.result.lines.append(Line(found, made, torch.is_grad_enabled()))
+        else:
+            results = (found,)
         if len(results) != len(names):
             raise refuse(value, f"{len(results)} results for {len(names)} variables")
         for name, each in zip(names, results, strict=True):
@@ -233,7 +240,7 @@ class BlockProof:
             if axis.name in self.axes.names:
                 dtype = str(tensor.local.dtype).removeprefix("torch.")
                 self.result.collectives.append(Collective(applied.line, axis.name, text, tuple(tensor.local.shape), dtype, flows))
-                key = "conversion " + " -> ".join(conversions.letter(each) for each in conversions.read_conversion(text))
+                key = "conversion " + " -> ".join(conversions.letters(text))
                 self.result.lemmas[key] = self.result.lemmas.get(key, 0) + 1
             out.append(replace(tensor, kinds=kinds, local=local, pending="start" if name == "start" else "", others=()))
         return tuple(out)

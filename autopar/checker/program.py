@@ -60,6 +60,13 @@ class ProgramProof:
     """One text beside one graph."""
 
     def __init__(self, text: ProgramText, graph: Graph, candidate: Candidate) -> None:
+        data = candidate.mesh.size_of(DATA_AXIS)
+        self.examples: dict[str, int] = {}
+        if candidate.batch % data and graph.batch_is_symbolic:
+            # uneven shards: proven for equal ones of as many examples as the largest, of the same text
+            own = -(-candidate.batch // data)
+            self.examples = {"self.mesh.own_examples": own, "self.mesh.all_examples": own * data}
+            candidate = replace(candidate, batch=own * data)
         self.text, self.graph, self.candidate = text, graph, candidate
         flags = text.program.flags
         self.micro_batches = int(flags.get("micro_batches", 1))
@@ -485,7 +492,7 @@ class ProgramProof:
                 if attribute in parameters:
                     raise NotProven(text.line, f"two parameters are the attribute {attribute}")
                 parameters[attribute] = replace(tensor, stored=stored.dtype != parameter.value.dtype)
-            proof = BlockProof(text, captured, self.axes, self.axis_names, parameters, self.graph.forward_only)
+            proof = BlockProof(text, captured, self.axes, self.axis_names, parameters, self.graph.forward_only, self.examples)
             self.result.blocks[key] = proof.check(inputs)
         return self.result.blocks[key]
 

@@ -38,14 +38,25 @@ def variant(name: str, force: str, batch: int, length: int) -> tuple[Graph, Cand
     [("gpt2-tiny", "dp=2,tp=2"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
         ("llama-tiny", "dp=4,zero=3"), ("llama-tiny", "pp=2,dp=2"), ("mixtral-tiny", "dp=2,ep=2")))],
 )  # fmt: skip
-@pytest.mark.parametrize(("batch", "length"), [(16, 24), (8, 16), (1, 16)])
+@pytest.mark.parametrize(("batch", "length"), [(16, 24), (8, 16), (7, 16), (1, 16)])
 def test_other_lengths_and_batches(name: str, force: str, batch: int, length: int) -> None:
     plan, further = first(name, force), variant(name, force, batch, length)
     beside = program_text(plan.graph, plan.candidate)
-    found = certify(program_text(*further), *further, first=beside)
+    uneven = further[1].batch % further[1].mesh.size_of("dp") != 0
+    found = certify(program_text(*further, uneven=uneven), *further, first=beside)
     assert found.holds, found.line()
     assert any("all ranks run this program" in says for _, says in found.assumptions)
-    require_proof(plan, further)
+    assert any("or one less" in says for _, says in found.assumptions) == uneven
+    require_proof(plan, further, uneven)
+
+
+def test_examples_of_uneven_shards_where_there_are_none() -> None:
+    """Only programs for uneven shards are told how many examples their rank has."""
+    plan = first("gpt2-tiny", "dp=2,tp=2")
+    text = program_text(plan.graph, plan.candidate)
+    assert "B = input_ids.shape[0]" in text
+    wrong = text.replace("B = input_ids.shape[0]", "B = self.mesh.own_examples", 1)
+    assert not certify(wrong, plan.graph, plan.candidate).holds
 
 
 def test_weights_that_lie_elsewhere() -> None:
