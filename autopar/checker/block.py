@@ -341,7 +341,7 @@ class BlockProof:
             expected = self.axes.local_shape(shape, kinds[index])
             if expected is None:
                 raise ValueError(f"{list(shape)} cannot be {words(self.axes, kinds[index])}")
-            local = locals_[index] if locals_ is not None else self._told(expected, dtype, tensors)
+            local = locals_[index] if locals_ is not None else self._of_shape(expected, dtype, tensors)
             if tuple(local.shape) != expected:
                 where = f"{words(self.axes, kinds[index])} of {list(shape)}"
                 raise ValueError(f"{value} is {list(local.shape)} on a rank; {where} is {list(expected)}")
@@ -370,7 +370,7 @@ class BlockProof:
             self.result.assumptions[applied.line] = f"{value} is computed in float32, and in {dtype} in the model"
 
     @staticmethod
-    def _told(shape: Sequence[int], dtype: str, tensors: Sequence[PlacedTensor]) -> torch.Tensor:
+    def _of_shape(shape: Sequence[int], dtype: str, tensors: Sequence[PlacedTensor]) -> torch.Tensor:
         """A tensor whose shape follows from its kind."""
         made = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
         gradient = any(each.local.requires_grad for each in tensors) and torch.is_grad_enabled() and made.is_floating_point()

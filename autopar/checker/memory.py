@@ -51,16 +51,18 @@ class StageBound:
 class Footprint:
     """Bytes of one call of a block on a rank, its inputs and parameters not counted.
 
-    forward: the most that its forward holds. kept: what is left after it, results included, until its backward.
-    backward: the most that its backward holds, in place of `kept`. weights: gradients that wait where a backward has two halves.
+    forward: the most that its forward holds. saved: what is left after it, results included, until its backward.
+    backward: the most that its backward holds, in place of `saved`. weights: gradients that wait where a backward has two halves.
+    elsewhere: offloaded; on the device too while the copy of one call is under way, or that of the call before is prefetched.
     """
 
     forward: int
-    kept: int
+    saved: int
     backward: int
     weights: int
     inputs: int
     outputs: int
+    elsewhere: int
 
 
 def footprint(result: BlockResult, text: BlockText, ranks: Mapping[str, int]) -> Footprint:
@@ -117,7 +119,7 @@ def footprint(result: BlockResult, text: BlockText, ranks: Mapping[str, int]) ->
     linear = [line for line in result.lines if line.applied.op in ("aten.linear", "ap.linear_kn")]
     waiting = dict(storage_of(_operands(line)[0].local) for line in linear)
     waits = sum(waiting.values()) + sum(_gradient(x) for line in linear for x in line.results)
-    return Footprint(most, after, backward, waits, given, sum(map(_gradient, result.outputs)))
+    return Footprint(most, after, backward, waits, given, sum(map(_gradient, result.outputs)), sum(away.values()))
 
 
 def _gradient(x: PlacedTensor) -> int:
@@ -193,7 +195,7 @@ class _Chunk:
     and what waits for the second half of a backward; with its inputs and results and their gradients, which are messages."""
 
     forward: int
-    kept: int
+    saved: int
     backward: int
     weights: int
 
@@ -206,17 +208,19 @@ class _Chunk:
         outside = sum(x.local.numel() * x.local.element_size() for name, x in values.items() if name not in made)
         sent = 2 * (outside + sum(_gradient(x) for name, x in values.items() if name not in made))
         sent += 2 * sizes[-1].outputs if sizes else 0
+        copied = max((each.elsewhere for each in sizes), default=0)
         kept = forward = backward = 0
         for each in sizes:
             forward = max(forward, kept + each.forward)
-            kept += each.kept
+            kept += each.saved
         below = 0
         for index, (call, each) in enumerate(zip(calls, sizes, strict=True)):
             over = {name: _gradient(x) for name, x in values.items()
                     if read[name] > index > made.get(name, -1) and name not in call.outputs}  # fmt: skip
             backward = max(backward, below + each.backward + sum(over.values()))
-            below += each.kept
-        return _Chunk(forward + sent, kept + sent, backward + sent, sum(each.weights for each in sizes) + sent)
+            below += each.saved
+        weights = sum(each.weights for each in sizes)
+        return _Chunk(forward + sent + copied, kept + sent, backward + sent + copied, weights + sent)
 
 
 def _play(steps: Sequence[Step], chunks: Sequence[_Chunk]) -> int:
@@ -228,16 +232,16 @@ def _play(steps: Sequence[Step], chunks: Sequence[_Chunk]) -> int:
     for step in steps:
         if step.kind not in ("F", "B", "I", "W"):
             continue
-        held = sum(n * chunks[c].kept for c, n in flying.items()) + sum(n * chunks[c].weights for c, n in waiting.items())
+        held = sum(n * chunks[c].saved for c, n in flying.items()) + sum(n * chunks[c].weights for c, n in waiting.items())
         own = chunks[step.chunk]
         if step.kind == "F":
             most = max(most, held + own.forward)
             flying[step.chunk] += 1
         elif step.kind == "W":
-            most = max(most, held + own.backward - own.kept)
+            most = max(most, held + own.backward - own.saved)
             waiting[step.chunk] -= 1
         else:
-            most = max(most, held + own.backward - own.kept)
+            most = max(most, held + own.backward - own.saved)
             flying[step.chunk] -= 1
             waiting[step.chunk] += (step.chunk, step.part) in halves
     return most
