@@ -179,7 +179,7 @@ def _build(
             _warn_of(model, code, run.compile)
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
             planned = cluster_of_plan(agreed, cluster)
-            maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model))
+            maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model), run.proof)
         if run.proof:
             require_proof(agreed)
         program = build_program(agreed.graph, agreed.candidate)
@@ -289,6 +289,7 @@ def _variant_maker(
     example_inputs: ExampleInputs,
     asked: PlanOptions,
     autocast: str,
+    proof: bool,
 ) -> VariantMaker:
     """Return the maker of programs for other calls."""
     args, kwargs = split_inputs(example_inputs)
@@ -304,7 +305,7 @@ def _variant_maker(
         autocast=autocast,
     )
     modes = CapturedModes(copy_without_data(frozen.model, None), args, kwargs, options, agreed.graph)
-    return VariantMaker(frozen, agreed, cluster, registry(), options, modes)
+    return VariantMaker(frozen, agreed, cluster, registry(), options, modes, proof)
 
 
 def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:

@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from autopar.checker.rows import table
 from autopar.checker.rows.carry import NotCarried, carry
 from autopar.checker.rows.lemmas import LEMMAS, Lemma, Unfit
 from autopar.checker.rows.operation_call import TensorName, bind, schema_of, tensors_of
-from autopar.checker.shards import MICRO, Axes, Cut, Kinds, NotProven, equal_kind, words
+from autopar.checker.shards import MICRO, Axes, Cut, Kinds, NotProven, Shape, equal_kind, words
 from autopar.checker.text import RESERVED, BlockText, refuse
 from autopar.ir.dims import has_batch
+from autopar.ir.placement import Placements
 
 RECOMPUTE = "Recompute(self.mesh.host_memory)"
 
@@ -43,6 +45,15 @@ class Collective:
     backward: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An operation of a block as it runs on a rank, and what it makes."""
+
+    applied: Applied
+    results: tuple[PlacedTensor, ...]
+    gradients: bool
+
+
 @dataclass(slots=True)
 class BlockResult:
     """What a block returns, and what its proof rests on."""
@@ -52,9 +63,11 @@ class BlockResult:
     """By name of a lemma or row, how many lines rest on it."""
     assumptions: dict[int, str] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
-    input_bytes: int = 0
-    lifetimes: list[tuple[str, int]] = field(default_factory=list)
-    """(variable, bytes) of everything that a line makes, in order."""
+    inputs: tuple[PlacedTensor, ...] = ()
+    parameters: tuple[PlacedTensor, ...] = ()
+    lines: list[Line] = field(default_factory=list)
+    elsewhere: list[PlacedTensor] = field(default_factory=list)
+    """What is saved on the host, or in parts on the ranks of an axis."""
 
 
 class BlockProof:
@@ -62,12 +75,13 @@ class BlockProof:
 
     def __init__(
         self, text: BlockText, captured: CapturedBlock, axes: Axes, axis_names: frozenset[str],
-        parameters: Mapping[str, PlacedTensor], forward_only: bool = False,
+        parameters: Mapping[str, PlacedTensor], forward_only: bool = False, examples: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
+        """`examples`: how many this rank has, and all, where data ranks have uneven shards of the batch."""
+        self.examples = examples
         self.text, self.captured, self.axes, self.forward_only = text, captured, axes, forward_only
         self.reader = Reader(axis_names, parameters)
-        self.result = BlockResult()
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.result = BlockResult(parameters=tuple(parameters.values()))
         self.updates: dict[str, str] = {}
 
     def check(self, inputs: Sequence[PlacedTensor]) -> BlockResult:
@@ -76,8 +90,7 @@ class BlockProof:
         self.reader.variables.update(zip(self.text.arguments, inputs, strict=True))
         if self.text.flags.get("recompute") and self.captured.draws and not self.text.flags.get("uses_rng"):
             raise NotProven(self.text.line, f"{self.text.name} is recomputed with other random numbers: uses_rng is not set")
-        self.storages = {each.local.untyped_storage()._cdata: each.local.untyped_storage() for each in inputs}
-        self.result.input_bytes = sum(each.local.numel() * each.local.element_size() for each in inputs)
+        self.result.inputs = tuple(inputs)
         self._statements(self.text.body, outermost=True)
         expected = {self.captured.name(new) for _, new in self.captured.block.updates}
         missing = expected - set(self.updates.values()) if self._is_whole() else set()
@@ -150,8 +163,10 @@ class BlockProof:
         function = ast.unparse(call.func)
         values = [self.reader.value(each) for each in call.args]
         if function == "recompute.offload" and len(values) == 1 and isinstance(values[0], PlacedTensor):
+            self.result.elsewhere.append(values[0])
             return
         if function == "recompute.partition" and len(values) == 2 and isinstance(values[1], AxisName):
+            self.result.elsewhere.append(values[0])
             axis = values[1].name
             if axis in self.axes.names and not equal_kind(values[0].kinds[self.axes.names.index(axis)]):
                 raise refuse(call, f"the ranks of {axis} save parts of a tensor that is not equal on them")
@@ -170,23 +185,21 @@ class BlockProof:
         if isinstance(value, ast.Attribute) and names == [value.attr] and ast.unparse(value) == f"self.mesh.{value.attr}":
             self.reader.variables[names[0]] = self.reader.value(value)
             return
-        if ast.unparse(value) in ("self.mesh.own_examples", "self.mesh.all_examples"):
-            raise refuse(value, "data ranks have uneven shards of the batch, which this checker does not follow")
+        examples = self.examples.get(ast.unparse(value))
+        if examples is not None and len(names) == 1:
+            self.reader.variables[names[0]] = examples
+            return
         found = self.reader.applied(value)
-        results = (found,) if not isinstance(found, Applied) else self.apply(found)
+        results: tuple[PlacedTensor | int, ...]
+        if isinstance(found, Applied):
+            results = made = self.apply(found)
+            self.result.lines.append(Line(found, made, torch.is_grad_enabled()))
+        else:
+            results = (found,)
         if len(results) != len(names):
             raise refuse(value, f"{len(results)} results for {len(names)} variables")
         for name, each in zip(names, results, strict=True):
             self.reader.variables[name] = each
-            if isinstance(each, PlacedTensor) and not self._is_view(each):
-                self.result.lifetimes.append((name, each.local.numel() * each.local.element_size()))
-
-    def _is_view(self, tensor: PlacedTensor) -> bool:
-        """Whether it lies in the storage of a tensor before it."""
-        storage = tensor.local.untyped_storage()
-        known = storage._cdata in self.storages
-        self.storages[storage._cdata] = storage
-        return known
 
     # -- operations
 
@@ -227,7 +240,7 @@ class BlockProof:
             if axis.name in self.axes.names:
                 dtype = str(tensor.local.dtype).removeprefix("torch.")
                 self.result.collectives.append(Collective(applied.line, axis.name, text, tuple(tensor.local.shape), dtype, flows))
-                key = "conversion " + " -> ".join(conversions.letter(each) for each in conversions.read_conversion(text))
+                key = "conversion " + " -> ".join(conversions.letters(text))
                 self.result.lemmas[key] = self.result.lemmas.get(key, 0) + 1
             out.append(replace(tensor, kinds=kinds, local=local, pending="start" if name == "start" else "", others=()))
         return tuple(out)
@@ -236,6 +249,8 @@ class BlockProof:
         shape = self.axes.local_shape(tensor.shape, kinds)
         if shape is None:
             raise NotProven(line, f"{list(tensor.shape)} cannot be {words(self.axes, kinds)}")
+        if all(a == b or (equal_kind(a) and equal_kind(b)) for a, b in zip(tensor.kinds, kinds, strict=True)):
+            return tensor.local.view_as(tensor.local)  # no value moves: the same storage
         made = torch.empty(shape, dtype=tensor.local.dtype, device="meta")
         return made.requires_grad_() if tensor.local.requires_grad else made
 
@@ -315,8 +330,6 @@ class BlockProof:
                 f"{operation.results[0]} is {'' if operation.node.no_grad else 'not '}within torch.no_grad() in the model"
             )
         locals_ = run(applied)
-        if lemma is not None and lemma.of != call.op and locals_ is None:
-            raise ValueError(f"{applied.op} has no shape")
         flowing = locals_ is None or any(each.requires_grad for each in locals_)
         flows = [flowing and tensor.local.requires_grad for tensor in tensors]
         given_kinds = list(self._fitting(applied, operation, lemma, tensors, flows, locals_))
@@ -328,26 +341,37 @@ class BlockProof:
             expected = self.axes.local_shape(shape, kinds[index])
             if expected is None:
                 raise ValueError(f"{list(shape)} cannot be {words(self.axes, kinds[index])}")
-            local = locals_[index] if locals_ is not None else self._assumed(applied, expected, dtype, flowing, tensors)
+            local = locals_[index] if locals_ is not None else self._of_shape(expected, dtype, tensors)
             if tuple(local.shape) != expected:
                 where = f"{words(self.axes, kinds[index])} of {list(shape)}"
                 raise ValueError(f"{value} is {list(local.shape)} on a rank; {where} is {list(expected)}")
-            if str(local.dtype) != f"torch.{dtype}" and call.op != "ap.count_valid":  # counts in float32
-                raise ValueError(f"{value} is {local.dtype} on a rank, and {dtype} in the model")
+            if str(local.dtype) != f"torch.{dtype}":
+                self._check_wider(applied, call.op, value, local.dtype, dtype, tensors)
             pending = "moe_experts_start" if applied.op == "ap.moe_experts_start" else ""
             others = () if local.requires_grad else tuple(dict.fromkeys(each[index] for each in given_kinds[1:]))
             out.append(PlacedTensor(value, shape, kinds[index], local, pending=pending, others=others))
-        if call.op in table.ASSUMED:
-            self.result.assumptions[applied.line] = table.ASSUMED[call.op]
+        if locals_ is None and lemma is None:
+            self.result.assumptions.setdefault(applied.line, f"{applied.op} makes what the captured graph says")
+        for op in {call.op, applied.op} & table.ASSUMED.keys():
+            self.result.assumptions[applied.line] = table.ASSUMED[op]
         key = lemma.name if lemma is not None else call.op
         self.result.lemmas[key] = self.result.lemmas.get(key, 0) + 1
         return tuple(out)
 
-    def _assumed(
-        self, applied: Applied, shape: Sequence[int], dtype: str, flowing: bool, tensors: Sequence[PlacedTensor]
-    ) -> torch.Tensor:
-        """A tensor whose shape nobody can compute here."""
-        self.result.assumptions[applied.line] = f"{applied.op} makes what the captured graph says"
+    def _check_wider(
+        self, applied: Applied, op: str, value: str, own: torch.dtype, dtype: str, tensors: Sequence[PlacedTensor]
+    ) -> None:
+        """Losses are summed in float32, and counts: what is made of them is wider than in the model."""
+        wider = any(str(x.local.dtype) != f"torch.{self.captured.values[x.value].dtype}" for x in tensors if not x.stored)
+        allowed = op == "ap.count_valid" or (dtype in ("bfloat16", "float16") and (wider or op == "ap.cross_entropy_sum"))
+        if own != torch.float32 or not allowed:
+            raise ValueError(f"{value} is {own} on a rank, and {dtype} in the model")
+        if op != "ap.count_valid":
+            self.result.assumptions[applied.line] = f"{value} is computed in float32, and in {dtype} in the model"
+
+    @staticmethod
+    def _of_shape(shape: Sequence[int], dtype: str, tensors: Sequence[PlacedTensor]) -> torch.Tensor:
+        """A tensor whose shape follows from its kind."""
         made = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
         gradient = any(each.local.requires_grad for each in tensors) and torch.is_grad_enabled() and made.is_floating_point()
         return made.requires_grad_() if gradient else made
@@ -377,7 +401,7 @@ class BlockProof:
         if row is None:
             row = table.redundant(call)
             if any(not equal_kind(kind) for kinds in operands for kind in kinds):
-                raise NotCarried(f"{call.op} has no row: it may run on whole tensors only")
+                return self._by_rule(applied, operation, tensors, flows)
             if call.op not in table.DETERMINISTIC and not call.op.startswith("aten."):
                 self.result.assumptions[applied.line] = (
                     f"{call.op} is deterministic: equal operands give equal results on all ranks"
@@ -398,8 +422,46 @@ class BlockProof:
             shared = isinstance(own, Cut) and any(isinstance(k, Cut) and k.dim == own.dim for k in self._but(tensor_kinds, index))
             if shared and not (lemma.of == "ap.moe_experts" and tensor in tensors[:3]):
                 raise Unfit(f"another axis cuts the dimension of {tensor.value} that {applied.op} works along")
+        along = applied.kwargs.get("dim")
+        image = operands[0][index]
+        if along is not None and (not isinstance(image, Cut) or image.dim != along):
+            raise Unfit(f"{applied.op} works along dimension {along}, and its operand is {image}")
         kind = lemma.on_axis(call, [each[index] for each in operands], self.axes.sizes[index], flows)
         return [(*each[:index], kind, *each[index:]) for each in rest]
+
+    def _by_rule(
+        self, applied: Applied, operation: CapturedOperation, tensors: Sequence[PlacedTensor], flows: Sequence[bool]
+    ) -> list[Kinds]:
+        """Of an operator that a user registered, a module that was left whole, or a branch: what the plan says of these operands,
+        which is assumed. On axes that do not cut it, every rank computes the whole."""
+        call, names = operation.call, self.axes.names
+        if call.op.startswith("aten."):
+            raise NotCarried(f"{call.op} has no row: it may run on whole tensors only")
+        cut = [i for i in range(len(names)) if any(not equal_kind(tensor.kinds[i]) for tensor in tensors)]
+        values = [*zip(operation.node.operands(), call.shapes, strict=True)]
+        values += [(value.name, shape) for value, shape in zip(operation.node.outputs, call.results, strict=True)]
+        for operands, results in self.captured.planned(operation):
+            places = zip(values, (*operands, *results), strict=True)
+            said = [each for (name, shape), where in places if (each := self._placed(name, shape, where)) is not None]
+            inputs, made = said[: len(tensors)], said[len(tensors) :]
+            pairs = zip(inputs, tensors, strict=False)
+            if len(said) < len(values) or any(each[i] != tensor.kinds[i] for each, tensor in pairs for i in cut):
+                continue
+            whole = carry(table.redundant(call), *self._without(cut, [each.kinds for each in tensors]), flows, [None] * len(made))
+            kept = [i for i in range(len(names)) if i not in cut]
+            on = ", ".join(names[i] for i in cut)
+            self.result.assumptions[applied.line] = f"{call.op} on shards makes shards of its results on {on}, as its rule says"
+            return [
+                tuple(each[i] if i in cut else rest[kept.index(i)] for i in range(len(names)))
+                for each, rest in zip(made, whole, strict=True)
+            ]
+        raise NotCarried(f"{call.op} has no row, and its rule does not say what it makes of these shards")
+
+    def _without(self, cut: Sequence[int], kinds: Sequence[Kinds]) -> tuple[Axes, list[Kinds]]:
+        def others(items: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(each for i, each in enumerate(items) if i not in cut)
+
+        return Axes(others(self.axes.names), others(self.axes.sizes)), [others(each) for each in kinds]
 
     @staticmethod
     def _but(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
@@ -407,18 +469,22 @@ class BlockProof:
 
     def _wanted(self, operation: CapturedOperation) -> Iterator[list[Kinds | None]]:
         """What the plan says of the results, as kinds: read only where numbers are made, of which any part is right."""
-        for planned in self.captured.planned(operation):
-            out: list[Kinds | None] = []
-            for placements, shape, value in zip(planned, operation.call.results, operation.node.outputs, strict=True):
-                places = {name: str(place) for name, place in zip(self.captured.axis_names, placements, strict=True)}
-                batched = next((dim for dim, size in enumerate(value.shape) if has_batch(size)), None)
-                places |= {MICRO: f"S({batched})"} if batched is not None else {}
-                try:
-                    out.append(self.axes.placed(shape, places, dict.fromkeys(self.axes.names, "R")))
-                except ValueError:
-                    out.append(None)
-            yield out
+        for _, planned in self.captured.planned(operation):
+            yield [
+                self._placed(value.name, shape, placements)
+                for placements, shape, value in zip(planned, operation.call.results, operation.node.outputs, strict=True)
+            ]
         yield [None] * len(operation.results)
+
+    def _placed(self, name: str, shape: Shape, placements: Placements) -> Kinds | None:
+        """The kinds of placements of the plan; micro-batches are parts of the batch."""
+        places = {axis: str(place) for axis, place in zip(self.captured.axis_names, placements, strict=True)}
+        batched = next((dim for dim, size in enumerate(self.captured.values[name].shape) if has_batch(size)), None)
+        places |= {MICRO: f"S({batched})"} if batched is not None else {}
+        try:
+            return self.axes.placed(shape, places, dict.fromkeys(self.axes.names, "R"))
+        except ValueError:
+            return None
 
     def _check_random(self, applied: Applied, kinds: Sequence[Kinds]) -> None:
         """Ranks draw numbers of their own where they hold different elements, and the same where they hold the same."""

@@ -108,10 +108,11 @@ class CapturedBlock:
         _ = self.operations
         return self.names.get(value, value)
 
-    def planned(self, operation: CapturedOperation) -> list[tuple[Placements, ...]]:
-        """What the plan says of the results of equal operations: hints where any cut would be right, and no more."""
+    def planned(self, operation: CapturedOperation) -> list[tuple[tuple[Placements, ...], tuple[Placements, ...]]]:
+        """What the plan says of operands and results of equal operations: hints where any cut would be right, and the rule of a
+        user's operator."""
         plans = self.plan.nodes if self.plan is not None else ()
-        return list(dict.fromkeys(each.results for each in plans if each.node in operation.nodes))
+        return list(dict.fromkeys((each.operands, each.results) for each in plans if each.node in operation.nodes))
 
     @cached_property
     def draws(self) -> bool:

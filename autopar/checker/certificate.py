@@ -10,12 +10,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.checker import conversions
 from autopar.checker.memory import stage_bounds
-from autopar.checker.order import ScheduleProof, read_schedule, state_actions
+from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions
 from autopar.checker.program import ProgramProof
 from autopar.checker.shards import NotProven
 from autopar.checker.text import ProgramText, read_program
@@ -29,7 +29,7 @@ ALWAYS = (
     "the runtime adds up gradients over data ranks and micro-batches once (FSDP2, or its buckets), and losses of micro-batches",
     "the parameters that ranks hold are the shards that the program says, and every rank has its part of one batch",
     "floating-point numbers are added up in another order than on one device",
-    "kernels save no more than their operands, their results, and as much again as their results (memory only)",
+    "kernels save what torch's own do, and attention runs in one that keeps no matrix of scores (memory only)",
 )
 """What every certificate rests on."""
 
@@ -89,8 +89,11 @@ class Certificate:
         return f"proven equal to the model on {' x '.join(f'{k}={v}' for k, v in self.mesh.items())}, by {lemmas} lemmas{assumed}"
 
 
-def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | bytes = b"", optimizer: str = "adamw") -> Certificate:
-    """The certificate of a program's text: of the graph that it must compute, at the batch and mesh of the plan."""
+def certify(
+    text: str, graph: Graph, candidate: Candidate, plan_json: str | bytes = b"", optimizer: str = "adamw", first: str = ""
+) -> Certificate:
+    """The certificate of a program's text: of the graph that it must compute, at the batch and mesh of the plan. `first` is the
+    text of the program whose weights it shares, where it is a further program for calls of another kind."""
     plan = plan_json.encode() if isinstance(plan_json, str) else plan_json
     mesh = dict(zip(candidate.mesh.names, candidate.mesh.sizes, strict=True))
     mesh = {"pp": candidate.pipeline.stages, **mesh} if candidate.pipeline.stages > 1 else mesh
@@ -99,11 +102,17 @@ def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | byte
         program = read_program(text)
         proof = ProgramProof(program, graph, candidate)
         result = proof.check()
-        order, assumed = _order(program, proof)
         stages = read_schedule(program.schedule, program.program.line)
+        order, assumed = _order(program, proof, stages)
+        if proof.examples:
+            even = proof.examples["self.mesh.own_examples"]
+            assumed.append((program.program.line, f"ranks have {even} examples or one less; the proof is of {even} on each"))
+        if first:
+            _shares_weights(program, read_program(first))
+            assumed.append((program.program.line, "all ranks run this program for the same calls, which the runtime compares"))
         bounds = tuple(each.total for each in stage_bounds(proof, stages, optimizer))
     except NotProven as error:
-        return _with(empty, refused=(error.line, error.reason))
+        return replace(empty, refused=(error.line, error.reason))
     lemmas = Counter[str]()
     lines: list[tuple[int, str]] = list(assumed)
     collectives = Counter[str]()
@@ -111,7 +120,7 @@ def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | byte
         lemmas.update(block.lemmas)
         lines += sorted(block.assumptions.items())
         for each in block.collectives:
-            forward, backward = conversions.COMMUNICATION[_letters(each.text)]
+            forward, backward = conversions.COMMUNICATION["".join(conversions.letters(each.text))]
             collectives.update([f"{each.axis} {kind}" for kind in (forward, backward if each.backward else "") if kind])
     moved = {name: count for name, count in lemmas.items() if name.startswith("conversion")}
     operations = {name: count for name, count in lemmas.items() if name not in moved}
@@ -126,27 +135,31 @@ def certify(text: str, graph: Graph, candidate: Candidate, plan_json: str | byte
         Claim("branches", "ranks branch on the mode and on values that are equal on all of them"),
         Claim("loss", "the loss is the model's, over the whole batch, and each rank starts its backward once"),
         Claim("order", order_text, {**collectives, **order}),
+        Claim("state", f"ranks hold each of {len(result.parameters)} parameters once, under the model's names and shapes"),
     )
-    return _with(empty, claims=claims, assumptions=tuple(dict.fromkeys(lines)), bounds=bounds)
+    return replace(empty, claims=claims, assumptions=tuple(dict.fromkeys(lines)), bounds=bounds)
 
 
-def _letters(text: str) -> str:
-    return "".join(conversions.letter(place) for place in conversions.read_conversion(text))
-
-
-def _with(certificate: Certificate, **changes: Any) -> Certificate:
-    fields = {name: getattr(certificate, name) for name in Certificate.__dataclass_fields__}
-    return Certificate(**{**fields, **changes})
+def _shares_weights(program: ProgramText, first: ProgramText) -> None:
+    """The weights that a further program reads lie on the ranks as the first one stores them."""
+    stored = {name: each for _, name, each in first.parameters()}
+    for block, name, each in program.parameters():
+        known = stored.get(name)
+        if known is None:
+            raise NotProven(block.line, f"the first program does not hold {name}")
+        for what in ("shape", "dtype", "places"):
+            one, other = getattr(known, what), getattr(each, what)
+            if one != other:
+                raise NotProven(block.line, f"{name} is stored with {what} {other}, and by the first program with {one}")
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _order(program: ProgramText, proof: ProgramProof) -> tuple[dict[str, int], list[tuple[int, str]]]:
+def _order(program: ProgramText, proof: ProgramProof, stages: list[list[Step]]) -> tuple[dict[str, int], list[tuple[int, str]]]:
     """The numbers of the schedule's proof, and what was assumed of it."""
     line = program.program.line
-    stages = read_schedule(program.schedule, line)
     if not program.chunks:
         if stages:
             raise NotProven(line, "a schedule without model chunks")
@@ -157,8 +170,7 @@ def _order(program: ProgramText, proof: ProgramProof) -> tuple[dict[str, int], l
     versions = int(program.program.flags.get("weight_versions", 1))
     if versions > 1:
         return {}, [(line, "the window of a schedule with two weight versions repeats without waiting")]
-    gradients = [any(each.gradient for each in boundary) for boundary in program.boundaries]
-    found = ScheduleProof(stages, len(program.chunks), proof.micro_batches, line, gradients).check()
+    found = ScheduleProof(stages, len(program.chunks), proof.micro_batches, line).check()
     state_actions(stages, line)
     if proof.candidate.mesh.size_of(DATA_AXIS) > 1:
         _reduced(program, stages, line)

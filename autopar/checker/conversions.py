@@ -46,6 +46,12 @@ def read_conversion(text: str) -> tuple[Placement, Placement]:
     return one, two
 
 
+def letters(text: str) -> tuple[str, str]:
+    """``("S", "R")`` of a conversion from a shard to replicated."""
+    source, target = read_conversion(text)
+    return letter(source), letter(target)
+
+
 def convert(axes: Axes, shape: Shape, kinds: Kinds, axis: str, text: str, flows: bool) -> Kinds:
     """The kinds after a conversion. `flows`: whether a gradient comes back. NoConversion where the tensor is not of the kind that
     the conversion takes."""

@@ -35,6 +35,7 @@ class LocalArguments:
             if name in skipped or self._has_tensor(whole):
                 continue
             own = self.given.get(name)
+            whole = _as_written(whole) if self.call.op in ("ap.cond", "ap.while_loop") else whole
             if name in ("dim", "dim0", "dim1", "dims") and self._same_dims(own, whole):
                 continue
             if not same_argument(own, whole):
@@ -112,3 +113,13 @@ class LocalArguments:
         if parts != [size // ranks for size in sizes]:
             raise ValueError(f"ranks split {parts}, the model {sizes} on {ranks} ranks")
         return set(names)
+
+
+def _as_written(region: Any) -> Any:
+    """The body of a branch as programs have it: statements without the shapes and dtypes of their results."""
+    if isinstance(region, tuple) and len(region) == 3 and isinstance(region[1], tuple):
+        names, statements, results = region
+        if all(isinstance(each, tuple) and len(each) == 5 for each in statements):
+            written = ((made, op, tuple(map(_as_written, args)), kwargs) for made, op, args, kwargs, _ in statements)
+            return names, tuple(written), results
+    return region

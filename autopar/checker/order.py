@@ -45,16 +45,12 @@ def read_schedule(lines: Sequence[str], line: int) -> list[list[Step]]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProof:
-    """A schedule of `chunks` model chunks and `parts` micro-batches. `gradients`: whether something goes back over a boundary.
-    `versions`: with two weight versions a step is a window, whose first backwards belong to the batch before."""
+    """A schedule of `chunks` model chunks and `parts` micro-batches."""
 
     stages: Sequence[Sequence[Step]]
     chunks: int
     parts: int
     line: int
-    gradients: Sequence[bool]
-    sharded_once: frozenset[int] = frozenset()
-    versions: int = 1
 
     def check(self) -> dict[str, int]:
         """The numbers of the proof. NotProven at the first action that waits forever, runs twice, or reads what nobody made."""
@@ -169,7 +165,7 @@ class ScheduleProof:
                     return f"{each} has not come"
         if step.kind == "F" and chunk and home[chunk - 1] == home[chunk] and Step(chunk - 1, "F", part) not in made:
             return "the chunk before has not run"
-        if step.kind in ("B", "I") and self.versions == 1:
+        if step.kind in ("B", "I"):
             if Step(chunk, "F", part) not in made:
                 return "its forward has not run"
             after = [Step(chunk + 1, kind, part) for kind in "BI"]

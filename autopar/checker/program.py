@@ -35,13 +35,23 @@ class Passed:
     tensor: PlacedTensor
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """A call of a block: its class, its proof, and which values go in and out."""
+
+    block: str
+    proof: BlockResult
+    inputs: tuple[Identity, ...]
+    outputs: tuple[Identity, ...]
+
+
 @dataclass(slots=True)
 class ProgramResult:
     """Proofs of distinct blocks by class and kinds of inputs, and what was counted on the way."""
 
     blocks: dict[tuple[Any, ...], BlockResult] = field(default_factory=dict)
-    calls: dict[str, list[tuple[str, BlockResult]]] = field(default_factory=dict)
-    """By program or chunk: the class of each block call in order, and its proof."""
+    calls: dict[str, list[BlockCall]] = field(default_factory=dict)
+    """By program or chunk, in order."""
     parameters: dict[str, Kinds] = field(default_factory=dict)
     assumptions: list[tuple[int, str]] = field(default_factory=list)
 
@@ -50,6 +60,13 @@ class ProgramProof:
     """One text beside one graph."""
 
     def __init__(self, text: ProgramText, graph: Graph, candidate: Candidate) -> None:
+        data = candidate.mesh.size_of(DATA_AXIS)
+        self.examples: dict[str, int] = {}
+        if candidate.batch % data and graph.batch_is_symbolic:
+            # uneven shards: proven for equal ones of as many examples as the largest, of the same text
+            own = -(-candidate.batch // data)
+            self.examples = {"self.mesh.own_examples": own, "self.mesh.all_examples": own * data}
+            candidate = replace(candidate, batch=own * data)
         self.text, self.graph, self.candidate = text, graph, candidate
         flags = text.program.flags
         self.micro_batches = int(flags.get("micro_batches", 1))
@@ -394,8 +411,10 @@ class ProgramProof:
                 reasons.append(error)
                 continue
             result = self._block(instance, call, inputs)
-            calls.append((instance.block, result))
-            return [Passed(self._identity(number, call, each.value), each) for each in result.outputs]
+            passed = [Passed(self._identity(number, call, each.value), each) for each in result.outputs]
+            names_in, names_out = (tuple(each.identity for each in side) for side in (given, passed))
+            calls.append(BlockCall(instance.block, result, names_in, names_out))
+            return passed
         raise reasons[0] if reasons else NotProven(line, f"the model has no {instance.block} at {instance.prefix or 'its top'}")
 
     def _candidates(self, instance: Instance) -> Iterator[tuple[int, Call]]:
@@ -430,18 +449,17 @@ class ProgramProof:
         """Parameters have the original names that the model's call reads, and equal placements wherever they are read."""
         block, text = self.graph.block(call.block), self.text.blocks[instance.block]
         paths = {parameter.path: name for parameter, name in zip(block.parameters, call.parameters, strict=True)}
-        dotted = f"{instance.prefix}." if instance.prefix else ""
         for stored in text.stored:
-            name = instance.names.get(stored.path, dotted + stored.path)
+            name = instance.name_of(stored.path)
             if paths.get(stored.path) != name:
                 raise NotProven(
                     line, f"{instance.block} at {instance.prefix or 'the top'} reads {name}, the model {paths.get(stored.path)}"
                 )
-            kinds = self._stored_kinds(stored.shape, stored.places, text.line)
+            kinds = self.stored_kinds(stored.shape, stored.places, text.line)
             if self.result.parameters.setdefault(name, kinds) != kinds:
                 raise NotProven(text.line, f"{name} is stored in two ways: the parts of it would be summed as if they were alike")
 
-    def _stored_kinds(self, shape: Sequence[int], places: Mapping[str, str], line: int) -> Kinds:
+    def stored_kinds(self, shape: Sequence[int], places: Mapping[str, str], line: int) -> Kinds:
         """A parameter is invariant on model axes. Over data ranks and micro-batches the runtime adds its gradients up: there it
         is replicated."""
         otherwise: dict[str, Kind] = {name: "R" if name in (DATA_AXIS, MICRO) else "I" for name in self.axes.names}
@@ -467,14 +485,14 @@ class ProgramProof:
                 same = stored.trainable == parameter.trainable and stored.buffer == parameter.buffer
                 if tuple(stored.shape) != captured.shape(value) or not same:
                     raise NotProven(text.line, f"{stored.path} is not the model's {parameter.path}")
-                kinds = self._stored_kinds(stored.shape, stored.places, text.line)
+                kinds = self.stored_kinds(stored.shape, stored.places, text.line)
                 gradient = stored.trainable and not stored.buffer and not self.graph.forward_only
                 tensor = self._tensor(value, stored.shape, kinds, stored.dtype, gradient, text.line)
                 attribute = attribute_of(stored.path)
                 if attribute in parameters:
                     raise NotProven(text.line, f"two parameters are the attribute {attribute}")
                 parameters[attribute] = replace(tensor, stored=stored.dtype != parameter.value.dtype)
-            proof = BlockProof(text, captured, self.axes, self.axis_names, parameters, self.graph.forward_only)
+            proof = BlockProof(text, captured, self.axes, self.axis_names, parameters, self.graph.forward_only, self.examples)
             self.result.blocks[key] = proof.check(inputs)
         return self.result.blocks[key]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.checker.shards import NotProven, words_of
@@ -61,6 +61,10 @@ class Instance:
     prefix: str
     names: Mapping[str, str]
 
+    def name_of(self, path: str) -> str:
+        """The original name of a parameter."""
+        return self.names.get(path, f"{self.prefix}.{path}" if self.prefix else path)
+
 
 @dataclass(frozen=True, slots=True)
 class CallsText:
@@ -82,6 +86,13 @@ class ProgramText:
     program: CallsText
     boundaries: tuple[tuple[Boundary, ...], ...] = ()
     schedule: tuple[str, ...] = ()
+
+    def parameters(self) -> Iterator[tuple[BlockText, str, ParameterText]]:
+        """Each parameter of each block of the model with its original name."""
+        for owner in self.chunks or (self.program,):
+            for instance in (each for group in owner.instances.values() for each in group):
+                for stored in self.blocks[instance.block].stored:
+                    yield self.blocks[instance.block], instance.name_of(stored.path), stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +327,3 @@ def _instance(node: ast.expr, blocks: Mapping[str, BlockText], number: int | Non
     else:
         path = str(literal(prefix))
     return Instance(node.func.id, path, literal(node.args[2]) if len(node.args) > 2 else {})
-
-
-@dataclass(slots=True)
-class Used:
-    """Classes that something calls: what nothing calls was not checked."""
-
-    blocks: set[str] = field(default_factory=set)

@@ -30,6 +30,7 @@ from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
+from autopar.program.proof import require_proof
 from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.device.axis import shares_of
@@ -66,7 +67,7 @@ def on_first_rank(make: Callable[[], T]) -> T:
 @dataclass(eq=False)
 class VariantMaker:
     """Makes the programs of calls. `frozen`: what the first program read of a copy of the model on the meta device, in the modes
-    in which the plan's graph was captured; `options` are those of `capture`, `loss_fn` included."""
+    in which the plan's graph was captured; `options` are those of `capture`, `loss_fn` included. `proof`: each must be proven."""
 
     frozen: FrozenReads
     plan: Plan
@@ -74,6 +75,7 @@ class VariantMaker:
     registry: Registry
     options: Mapping[str, Any]
     modes: CapturedModes
+    proof: bool = False
     answers: dict[bool, bool] = field(default_factory=dict)
     exports: Exports = field(init=False)
 
@@ -86,6 +88,8 @@ class VariantMaker:
         graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
         ranks = candidate.mesh.size_of(DATA_AXIS)
         uneven = candidate.batch % ranks != 0
+        if self.proof:
+            require_proof(self.plan, (graph, candidate), uneven)
         module: Any = build_program(graph, candidate, uneven=uneven)
         shared = ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None

@@ -63,7 +63,7 @@ def test_certificates_are_functions_of_their_text(program: tuple[str, Candidate]
     assert first == second
     document = json.loads(first)
     assert {each["claim"] for each in document["claims"]} == {
-        "gate", "equal", "types", "gradients", "random", "branches", "loss", "order"
+        "gate", "equal", "types", "gradients", "random", "branches", "loss", "order", "state"
     }  # fmt: skip
     assert document["memory_bound_bytes"][0] > 0 and document["graph"]["fingerprint"] == graph.fingerprint
 

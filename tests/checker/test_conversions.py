@@ -7,12 +7,15 @@ from itertools import product
 from random import Random
 
 import pytest
+import sympy
 import torch
 from checker.lockstep import LockstepAxis, OnRanks, convert
 from torch import Tensor
 
 from autopar.checker import conversions
+from autopar.checker.conversions import COMMUNICATION
 from autopar.checker.shards import Axes, Cut, Kind, Kinds
+from autopar.runtime.comm.conversions import COMMUNICATING, parse_conversion
 
 SIZES = (2, 4)
 RANKS = list(product(*map(range, SIZES)))
@@ -108,3 +111,65 @@ def test_conversions(seed: int) -> None:
         pairs.add((str(before[AXES.names.index(axis)])[0], text))
         done += 1
     assert len(pairs) > 10
+
+
+# -- by algebra: each rank's numbers are symbols, of a dimension of one element for each rank
+
+Ranks = list[list[sympy.Expr]]
+DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
+
+
+def state(kind: str, ranks: int, name: str) -> Ranks:
+    """What ranks hold of a tensor of a kind, as generally as it can be."""
+    if kind == "P":
+        return [list(sympy.symbols(f"{name}{r}_:{ranks}")) for r in range(ranks)]
+    whole = list(sympy.symbols(f"{name}_:{ranks}"))
+    return [[whole[r]] if kind == "S" else list(whole) for r in range(ranks)]
+
+
+def value(kind: str, held: Ranks) -> list[sympy.Expr]:
+    """The tensor that ranks hold together; AssertionError where they do not hold one of this kind."""
+    if kind == "S":
+        assert all(len(each) == 1 for each in held)
+        return [x for each in held for x in each]
+    if kind == "P":
+        return [sympy.expand(sum(column)) for column in zip(*held, strict=True)]
+    assert all(each == held[0] for each in held)
+    return held[0]
+
+
+def moved(held: Ranks, operation: str) -> Ranks:
+    """A collective or a local operation of the table in `runtime/comm/conversions.py`."""
+    ranks = len(held)
+    total = [sympy.expand(sum(column)) for column in zip(*held, strict=True)]
+    match operation:
+        case "gather":
+            return [[x for each in held for x in each]] * ranks
+        case "all_reduce":
+            return [total] * ranks
+        case "reduce_scatter":
+            return [[total[r]] for r in range(ranks)]
+        case "slice":
+            return [[held[r][r]] for r in range(ranks)]
+        case "pad":
+            return [[held[r][0] if i == r else sympy.Integer(0) for i in range(ranks)] for r in range(ranks)]
+        case "mask":
+            return [held[0], *[[sympy.Integer(0)] * ranks] * (ranks - 1)]
+        case "scale":
+            return [[x / ranks for x in each] for each in held]
+    return held
+
+
+@pytest.mark.parametrize("pair", sorted(pair for pair in COMMUNICATION if pair != "SS"))
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_conversion_keeps_the_tensor_and_its_gradient(pair: str, ranks: int) -> None:
+    """The forward and the backward of each pair keep the tensor, and the gradient of the dual kind, for all numbers."""
+    texts = [letter.replace("S", "S(0)") for letter in pair]
+    forward, backward = (each.kind for each in parse_conversion(" -> ".join(texts)))
+    assert COMMUNICATION[pair] == tuple(each if each in COMMUNICATING else "" for each in (forward, backward))
+    source, target = pair
+    x = state(source, ranks, "x")
+    assert value(target, moved(x, forward)) == value(source, x)
+    gradient = state(DUAL[target], ranks, "g")
+    back = value(DUAL[source], moved(gradient, backward))
+    assert [sympy.expand(x) for x in back] == value(DUAL[target], gradient)

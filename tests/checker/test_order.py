@@ -27,7 +27,7 @@ def actions(pipeline: Pipeline, parts: int, zero: int = 1) -> list[list[Step]]:
 def prove(stages: list[list[Step]], pipeline: Pipeline, parts: int) -> dict[str, int]:
     chunks = pipeline.stages * pipeline.virtual
     state_actions(stages, 0)
-    return ScheduleProof(stages, chunks, parts, 0, (True,) * (chunks - 1)).check()
+    return ScheduleProof(stages, chunks, parts, 0).check()
 
 
 @pytest.mark.parametrize(("pipeline", "parts"), SCHEDULES, ids=[f"{p.schedule}-{p.virtual}-{p.stages}-{n}" for p, n in SCHEDULES])

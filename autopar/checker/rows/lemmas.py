@@ -6,13 +6,16 @@ all other axes the row of the operation holds, with the dimension that the funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from autopar.checker.rows.carry import Dims, OperationRow
+from autopar.checker.rows.elements import reduction
+from autopar.checker.rows.images import convolution, halo_fits, image, without_running
 from autopar.checker.rows.operation_call import WholeCall
-from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, moe_experts
+from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, group_norm, instance_norm, moe_experts
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -126,24 +129,61 @@ def _dispatched(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequen
     return first
 
 
+def _image(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> int:
+    """The dimension of space that is cut; weights are whole, and get a part of their gradient on each rank."""
+    first = kinds[0]
+    if not isinstance(first, Cut) or first.dim < 2:
+        raise Unfit(f"the image must be cut along a dimension of space, and is {first}")
+    _equal(range(1, len(kinds)), kinds, flows)
+    return _contiguous(call, 0, first.dim, first, size)
+
+
+def _windows(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    dim = _image(call, kinds, size, flows)
+    if not halo_fits(call, dim, size):
+        raise Unfit(f"windows along dimension {dim} read more than the neighbours' rows, or do not match the shards")
+    return _cut_result(call, dim, size)
+
+
+def _statistics(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    if not without_running(call):
+        raise Unfit("its statistics are not those of each image")
+    return _cut_result(call, _image(call, kinds, size, flows), size)
+
+
+def _mean(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    dim = _image(call, kinds, size, flows)
+    if call.op == "aten.mean" and (dim not in call.dims() or "dim" not in call.arguments):
+        raise Unfit(f"the mean is not over dimension {dim}")
+    if call.op != "aten.mean" and prod(call.results[0][2:]) != 1:
+        raise Unfit("the mean is of more than one pixel")
+    return PARTIAL
+
+
+def _along(row: Callable[[WholeCall], OperationRow]) -> Callable[[WholeCall], OperationRow]:
+    """The row with all dimensions of space whole."""
+
+    def make(call: WholeCall) -> OperationRow:
+        found, space = row(call), range(2, len(call.shapes[0]))
+        operands = (_whole(found.operands[0], space), *found.operands[1:])
+        return replace(found, operands=operands, results=tuple(_whole(dims, space) for dims in found.results), linear=())
+
+    return make
+
+
+def _whole(dims: Dims, which: Collection[int]) -> Dims:
+    """The dimensions, some of which are never cut."""
+    return tuple((("", prod(size for _, size in dim)),) if i in which else dim for i, dim in enumerate(dims))
+
+
 def _banded(call: WholeCall) -> OperationRow:
     return attention(replace(call, arguments={**call.arguments, "is_causal": True}))
 
 
 def _whole_heads(call: WholeCall) -> OperationRow:
     row = _banded(call)
-
-    def without_heads(dims: Dims) -> Dims:
-        return tuple((("", _extent(dim)),) if i - len(dims) == -3 else dim for i, dim in enumerate(dims))
-
-    return OperationRow(tuple(map(without_heads, row.operands)), tuple(map(without_heads, row.results)))
-
-
-def _extent(dim: Sequence[tuple[str, int]]) -> int:
-    out = 1
-    for _, size in dim:
-        out *= size
-    return out
+    operands, results = (tuple(_whole(dims, {len(dims) - 3}) for dims in side) for side in (row.operands, row.results))
+    return OperationRow(operands, results)
 
 
 _ATTENTION = ("aten.scaled_dot_product_attention", "ap.attention")
@@ -158,9 +198,24 @@ LEMMAS = {
         Lemma("ap.moe_experts_owned", "ap.moe_experts", _as_given, _owned, moe_experts),
         Lemma("ap.moe_experts_dispatched", "ap.moe_experts", _as_given, _dispatched, moe_experts),
         Lemma("ap.moe_experts_start", "ap.moe_experts", _as_given, _dispatched, moe_experts),
+        Lemma("ap.convolution_halo", "convolution", _as_given, _windows, _along(convolution)),
+        Lemma("ap.transposed_convolution_halo", "transposed", _as_given, _windows, _along(convolution)),
+        Lemma("ap.max_pool_halo", "max_pool", _as_given, _windows, _along(image)),
+        Lemma("ap.avg_pool_halo", "avg_pool", _as_given, _windows, _along(image)),
+        Lemma("ap.interpolate_halo", "interpolate", _as_given, _windows, _along(image)),
+        Lemma("ap.group_norm_space", "aten.group_norm", _as_given, _statistics, _along(group_norm)),
+        Lemma("ap.instance_norm_space", "aten.instance_norm", _as_given, _statistics, _along(instance_norm)),
+        Lemma("ap.mean_space", "aten.mean", _as_given, _mean, reduction("", linear=True)),
+        Lemma("ap.adaptive_avg_pool_space", "adaptive_avg_pool", _as_given, _mean, _along(image)),
     )
 }
 SAME = {
     "attention": _ATTENTION,
+    "convolution": ("aten.conv1d", "aten.conv2d", "aten.conv3d"),
+    "transposed": ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"),
+    "max_pool": ("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d"),
+    "avg_pool": ("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d"),
+    "interpolate": ("aten.upsample_linear1d", "aten.upsample_bilinear2d", "aten.upsample_trilinear3d"),
+    "adaptive_avg_pool": ("aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d"),
 }
 """Operations that a lemma stands for under one name."""

@@ -1,5 +1,5 @@
-"""Rows of operations that combine dimensions: products, attention, norms, convolutions, lookups by index, losses of logits, and
-mixtures of experts."""
+"""Rows of operations that combine dimensions: products, attention, norms, lookups by index, losses of logits, and mixtures of
+experts."""
 
 from __future__ import annotations
 
@@ -174,48 +174,6 @@ def weight_norm(call: WholeCall) -> OperationRow:
     dim = call.dim(default=0)
     sides = [letters(shape, without=[i for i in range(len(shape)) if i != dim]) for shape in call.shapes]
     return OperationRow(tuple(sides), (sides[0],))
-
-
-def convolution(call: WholeCall) -> OperationRow:
-    """``conv2d convolution``: examples, output channels, groups, and input channels of one group, which are summed."""
-    x, weight = call.shapes[:2]
-    groups, turned = int(call.get("groups", 1)), bool(call.get("transposed", "transpose" in call.op))
-    out = call.results[0][-len(x) + 1] if len(x) == len(weight) else call.results[0][0]
-    space = len(weight) - 2
-
-    def channels(count: int, name: str) -> Dim:
-        return (("g", groups), (name, count // groups)) if groups > 1 else ((name, count),)
-
-    def image(shape: Shape, name: str) -> Dims:
-        lead = len(shape) - space - 1
-        return (
-            *((("n", size),) for size in shape[:lead]),
-            channels(shape[lead], name),
-            *((("", size),) for size in shape[lead + 1 :]),
-        )
-
-    inside, outside = (
-        (channels(x[len(x) - space - 1], "c"), (("o", weight[1]),)) if turned else (channels(out, "o"), (("c", weight[1]),))
-    )
-    kernel = (inside, outside, *((("", size),) for size in weight[2:]))
-    bias = tuple((channels(shape[0], "o"),) for shape in call.shapes[2:])
-    grouped = {} if groups > 1 else {"c": "sum"}
-    operands = (image(x, "c" if groups == 1 or not turned else "c"), kernel, *bias)
-    if groups > 1:  # channels within a group are whole
-        operands, result = tuple(_whole(dims, ("c", "o")) for dims in operands), _whole(image(call.results[0], "o"), ("c", "o"))
-        return OperationRow(operands, (result,))
-    return OperationRow(operands, (image(call.results[0], "o"),), grouped, (), (2,) if bias else ())
-
-
-def _whole(dims: Dims, names: Sequence[str]) -> Dims:
-    return tuple(tuple(("" if name in names else name, size) for name, size in dim) for dim in dims)
-
-
-def image(call: WholeCall) -> OperationRow:
-    """Pools and interpolation ``_2d``: all but the last two dimensions."""
-    digits = [int(each) for each in call.op if each.isdigit()]
-    rank = len(call.shapes[0])
-    return without(lambda _: range(rank - (digits[-1] if digits else rank), rank))(call)
 
 
 def examples(call: WholeCall) -> OperationRow:
@@ -406,13 +364,6 @@ ROWS: Rows = {
     "aten.instance_norm": instance_norm,
     "aten._weight_norm": weight_norm,
     "ap.local_mean": local_mean,
-    **aten("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d", convolution),
-    **{f"aten.{kind}_pool{n}d": image for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)},
-    **aten(
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
-        "upsample_linear1d upsample_trilinear3d",
-        image,
-    ),
     **aten("im2col col2im grid_sampler grid_sampler_2d grid_sampler_3d", examples),
     **aten("lstm gru rnn_tanh rnn_relu", recurrent),
     "aten.embedding": embedding,

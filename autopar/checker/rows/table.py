@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.checker.captured import CapturedOperation
-from autopar.checker.rows import elements, products
+from autopar.checker.rows import elements, images, products
 from autopar.checker.rows.carry import OperationRow
 from autopar.checker.rows.elements import redundant as redundant
 from autopar.checker.rows.lemmas import SAME as SAME
 from autopar.checker.rows.operation_call import WholeCall, bind
 from autopar.checker.shards import words_of
 
-ROWS = {**elements.ROWS, **products.ROWS}
+ROWS = {**elements.ROWS, **products.ROWS, **images.ROWS}
 DETERMINISTIC = frozenset(("ap.constant", "ap.linear_float8_dynamic"))
 ASSUMED = {
     "ap.linear_float8_dynamic": "shards are scaled by their own maxima, so that float8 rounds them otherwise than the whole",
+    **dict.fromkeys(("ap.moe_experts_owned", "ap.moe_experts_dispatched", "ap.moe_experts_start"), (
+        "the experts of each rank get equally many copies of tokens (memory only)")),
     "ap.local_mean": "statistics are those of each data rank's own examples, as was asked for",
 }
 """Operations that are not equal on shards, but in what somebody asked for."""
@@ -32,6 +34,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "aten.new_full": ("size",), "aten.new_empty": ("size",), "aten.group_norm": ("num_groups", "cudnn_enabled"),
     "aten.layer_norm": ("cudnn_enable",), "aten.conv1d": ("groups",), "aten.conv2d": ("groups",), "aten.conv3d": ("groups",),
     "aten.convolution": ("groups",), "aten.repeat_interleave": ("output_size",),
+    **dict.fromkeys((op for op in ROWS if op.startswith("aten.upsample_")), ("output_size",)),
     "aten.softmax": ("half_to_float", "dtype"), "aten.log_softmax": ("half_to_float", "dtype"),
 }  # fmt: skip
 _FACTORIES = frozenset(

@@ -34,7 +34,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for line, says in certificate.assumptions:
         console.text(f"  assumed    line {line}: {says}")
     if certificate.bounds:
-        console.text(f"  memory     at most {max(certificate.bounds) / 2**30:.3g} GiB on a rank")
+        predicted = plan.document.predicted.peak_memory_bytes
+        beside = f" (predicted, with the allocator and the device's context: {predicted / 2**30:.3g} GiB)" if predicted else ""
+        console.text(f"  memory     tensors take at most {max(certificate.bounds) / 2**30:.3g} GiB of a rank{beside}")
     if arguments.output:
         Path(arguments.output).write_text(certificate.to_json(), encoding="utf-8")
     console.document(json.loads(certificate.to_json()))
