@@ -14,7 +14,7 @@ from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.shared_costs import SharedCosts
-from autopar.decoders.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
+from autopar.decoders.graphs import OFFLOADED, RECOMPUTED, graph_of, with_marked_layers
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Pipeline
@@ -76,8 +76,9 @@ class Pricer:
         """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
         there is: unless `exactly`, those of another degree will do."""
         graph, fixed = self.graph(configuration), configuration.fixed(self.work)
-        marked = tuple(block.name for block in graph.blocks if block.name.endswith(RECOMPUTED))
-        fixed = replace(fixed, recomputed_blocks=marked)
+        fixed = replace(fixed, recomputed_blocks=_marked(graph, RECOMPUTED), offloaded_blocks=_marked(graph, OFFLOADED))
+        if configuration.share < 1 and not fixed.recomputed_blocks:
+            fixed = replace(fixed, recompute="none")
         alike = self._alike(configuration)
         key = (*alike, configuration.tensor) if exactly or alike not in self._placed else alike
         if key not in self._placed:
@@ -93,29 +94,33 @@ class Pricer:
     def _alike(self, each: Configuration) -> tuple[bool, ...]:
         """Configurations with nearly the same placements."""
         sequence_parallel = each.fixed(self.work).sequence_parallel
-        return each.tensor > 1, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1
+        return each.tensor > 1, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1, each.host_layers > 0
 
     def graph(self, configuration: Configuration) -> Graph:
         """The graph, with the degrees of context and expert parallelism in it."""
-        work, key = self.work, (configuration.context, configuration.experts, configuration.share)
+        work, key = self.work, self._graph_key(configuration)
         if key not in self._graphs:
             if work.decoder is None:
                 assert work.graph is not None
                 graph = work.graph
             else:
-                options = RunOptions(work.float8, False, *key[:2], work.once, packed=work.packed)
-                graph = graph_of(work.decoder, work.layers, work.precision.compute, options)
+                graph = graph_of(work.decoder, work.layers, work.precision.compute, configuration.options(work))
             if configuration.share < 1:
                 graph = with_marked_layers(graph, configuration.share)
+            if configuration.host_layers:
+                graph = with_marked_layers(graph, configuration.host_layers / work.layers, OFFLOADED)
             self._graphs[key] = replace(graph, batch=work.batch * configuration.context)
         return self._graphs[key]
+
+    def _graph_key(self, configuration: Configuration) -> object:
+        return configuration.options(self.work), configuration.share, configuration.host_layers
 
     @property
     def _registry(self) -> Registry:
         return default_registry(published=self.work.decoder is not None)
 
     def _shared_costs(self, configuration: Configuration, graph: Graph) -> SharedCosts:
-        key = configuration.context, configuration.experts, configuration.share
+        key = self._graph_key(configuration)
         if key not in self._costs:
             self._costs[key] = SharedCosts(graph, self.work.cluster)
         return self._costs[key]
@@ -129,7 +134,7 @@ class Pricer:
         chunk = max(1, floor(work.layers / (stages * configuration.virtual)))
         share = 1 / stages
         busy = count * share * (layers.seconds * work.layers + layers.outer_seconds)
-        ramp = (stages - 1) * chunk * layers.seconds
+        ramp = (stages - 1) * chunk * layers.seconds if configuration.schedule == "1f1b" else 0.0
         state, communication = layers.state(configuration, work)
         exchange = work.layers * share * communication
         in_flight = self._in_flight(configuration, count)
@@ -155,6 +160,10 @@ class Pricer:
             graph, candidate = alone.candidate(key, exactly=False)
             self._layers[key] = _LayerTraces.of(graph, stage_traces(graph, candidate, work.cluster)[0])
         return self._layers[key]
+
+
+def _marked(graph: Graph, mark: str) -> tuple[str, ...]:
+    return tuple(block.name for block in graph.blocks if block.name.endswith(mark))
 
 
 def _smaller(cluster: Cluster, size: int) -> Cluster:

@@ -36,8 +36,9 @@ class Ranking:
         return self.priced[0] if self.priced else None
 
 
-def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FEW, exact: int = 1) -> Ranking:
-    """Return the ranking; the `exact` first have placements of their own degrees."""
+def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FEW, exact: int = 1, below: float = inf) -> Ranking:
+    """Return the ranking; the `exact` first have placements of their own degrees. `below`: nothing slower is looked for, and
+    nothing that does not fit."""
     every = []
     for each in configurations:
         try:
@@ -49,7 +50,7 @@ def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FE
     left = [(least, each) for least, each in every if least.bytes <= device.memory_bytes]
     priced: list[PricedConfiguration] = []
     for number in range(2 * most):
-        reached = min((each.evaluation.step_seconds for each in priced if each.fits), default=inf)
+        reached = min((each.evaluation.step_seconds for each in priced if each.fits), default=below)
         left = [pair for pair in left if pair[0].seconds < reached and corrections.may_fit(pair[1], pair[0], device.memory_bytes)]
         chosen = min(left, key=lambda pair: corrections.seconds(pair[1], pair[0]), default=None)
         if chosen is None or (number >= most and reached < inf):
@@ -61,7 +62,7 @@ def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FE
         if found is not None:
             priced.append(found)
             corrections.learn(chosen[1], chosen[0], found)
-    if not any(each.fits for each in priced):
+    if below == inf and not any(each.fits for each in priced):
         least_memory = sorted(every, key=lambda pair: pair[0].bytes)[:_LEAST]
         priced += filter(None, (_price(pricer, each) for _, each in least_memory))
     return Ranking(tuple(_exactly(pricer, priced, exact)), len(every), len(left))

@@ -76,6 +76,12 @@ def with_least_recompute(
     )
 
 
+def with_all_offloaded(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
+    """Return the plan in which all that the block saves lies in host memory until its backward."""
+    saved = RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions)).saved
+    return replace(plan, offload=tuple(saved))
+
+
 def overwritten_values(block: Block) -> frozenset[str]:
     """Return the values that are not the same in the backward: buffers that the block updates, and views of them."""
     names = {name for name, _ in block.updates}

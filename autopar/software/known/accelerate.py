@@ -8,12 +8,14 @@ from typing import Any
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, context_divides, heads_divide, kv_heads_divide, world_size
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 _PARALLEL = Source(_REPOSITORY, "src/accelerate/parallelism_config.py", _COMMIT)
 _PLUGIN = Source(_REPOSITORY, "src/accelerate/utils/dataclasses.py", _COMMIT)
+ON_DEVICES = Source(_REPOSITORY, "src/accelerate/state.py", _COMMIT)
+"""Where FSDP is refused on CPUs: only kinds with devices become ``DistributedType.FSDP``."""
 _SIZES = "parallelism_config.parallelism_config_"
 _FSDP_KEYS = (
     *("fsdp_activation_checkpointing", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_cpu_ram_efficient_loading"),
@@ -44,6 +46,11 @@ RULES = (
     batch_divides(_PLUGIN),
     context_divides(_PARALLEL),
     Constraint("tp or cp beside data parallelism without sharding: set dp_shard_size above 1", _composes, _PARALLEL),
+    Constraint(
+        "FSDP needs devices, and a CPU is none: take ZeRO 0, or --for deepspeed",
+        lambda job, _: not job.cpu or not job.configuration.zero,
+        ON_DEVICES,
+    ),
     Constraint("it has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _PARALLEL),
 )
 
@@ -128,7 +135,8 @@ def write(job: Job) -> dict[str, Any]:
     sharded = each.group or job.data * each.context
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if each.zero else "MULTI_GPU",
+        "distributed_type": "FSDP" if each.zero else "MULTI_CPU" if job.cpu else "MULTI_GPU",
+        "use_cpu": True if job.cpu else None,
         "mixed_precision": "no" if job.precision == "fp32" else job.precision,
         "num_machines": 1,
         "num_processes": job.devices,
@@ -165,14 +173,19 @@ ACCELERATE = Software(
     title="accelerate (FSDP2)",
     style="yaml",
     file="accelerate.yaml",
-    space=Space((3, 2), ("none", "full"), tensor=True, context=True, hybrid=True),
+    space=Space((3, 2, 0), ("none", "full"), tensor=True, context=True, hybrid=True),
     rules=RULES,
     stack=_stack,
     recognizes=recognizes,
     read=read,
     write=write,
     run="accelerate launch --config_file accelerate.yaml train.py (batch size and accumulation are the script's)",
-    lacks="pipelines, expert parallelism, sequence parallelism beside tp, recomputation of a part of a layer",
+    lacks=(
+        Lack("pipelines", {"pipeline": True}),
+        Lack("expert parallelism", {"experts": True}),
+        Lack("sequence parallelism beside tp", {"tensor": True}, sequence_parallel=True),
+        Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
+    ),
     known={"fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLEL_KEYS},
     sequence_parallel=False,
 )

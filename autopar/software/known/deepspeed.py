@@ -8,7 +8,7 @@ from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, heads_divide, world_size
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
@@ -202,6 +202,12 @@ DEEPSPEED = Software(
     read=read,
     write=write,
     run="deepspeed train.py --deepspeed_config ds_config.json; with recomputation, call model.gradient_checkpointing_enable()",
-    lacks="tensor, context and expert parallelism, pipelines, recomputation of a part of a layer (in this file)",
+    lacks=(
+        Lack("tensor parallelism", {"tensor": True}, sequence_parallel=True),
+        Lack("context parallelism", {"context": True}),
+        Lack("expert parallelism", {"experts": True}),
+        Lack("pipelines (in this file)", {"pipeline": True}),
+        Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
+    ),
     known={"": _TOP, "zero_optimization": _STAGE},
 )

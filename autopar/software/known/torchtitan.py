@@ -15,7 +15,7 @@ from autopar.software.known.common import (
     kv_heads_divide,
     world_size,
 )
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 from autopar.software.stacks import software_of
 
@@ -315,7 +315,10 @@ TORCHTITAN = Software(
     read=read,
     write=write,
     run="torchrun ... -m torchtitan.train --job.config_file torchtitan.toml; from 0.3 on: $(cat torchtitan_arguments.txt)",
-    lacks="recomputation chosen per operation, Megatron's chunks (its interleaved schedule has two a stage)",
+    lacks=(
+        Lack("more than two chunks a stage", {"most_chunks": 0}),
+        Lack("recomputation chosen per operation"),
+    ),
     whole_experts=True,
     precisions=("bf16", "fp32", "fp8"),
     spelling=spelling,
