@@ -129,7 +129,6 @@ class Software:
     stack: (name of constants, device generation of them) for a generation and whether the model is a mixture of experts.
     recognizes: whether a file is one of this software's.
     read, write: a file's entries to a job, and a job to the values of its keys (None: the key is left out).
-    known: its keys by section, for near misses (`Entries.check_known`).
     run: how the file is used, a line of shell or Python.
     lacks: what plans of our own may have and it has no key for.
     whole_experts: the tensor axis does not cut inside experts.
@@ -151,7 +150,6 @@ class Software:
     write: Callable[[Job], dict[str, Any]]
     run: str
     lacks: tuple[Lack, ...]
-    known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     whole_experts: bool = False
     sequence_parallel: bool = True
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")

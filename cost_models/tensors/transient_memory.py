@@ -26,11 +26,6 @@ class LiveBytes(TorchDispatchMode):
         """Measures the peak from now on."""
         self.peak = self.now
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled under it; by default torch would import the compiler at the first operation, half a second.
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

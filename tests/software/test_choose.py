@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,3 +137,17 @@ def test_words_of_a_configuration() -> None:
 def test_a_model_that_is_no_decoder_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "bert-tiny", "--cluster", "local:4", "--batch", "16", "--for", "transformers", "--json"]) == 0
     assert '"per_device_train_batch_size"' in capsys.readouterr().out.replace("\\", "")
+
+
+def test_a_decoder_is_judged_without_capture(tmp_path: Path) -> None:
+    """What a price does not need is not imported."""
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    names = ["autopar.capture.capture", "transformers", "ortools.sat"]
+    code = (
+        "import sys; from autopar.cli import main; "
+        f"main(['fit', {str(path)!r}, '--model', 'qwen3-0.6b', '--cluster', 'dgx-h100:1']); "
+        f"print([name for name in {names} if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"

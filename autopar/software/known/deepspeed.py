@@ -4,66 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
-from autopar.software.known.common import batch_divides, heads_divide, world_size
+from autopar.software.known.common import batch_divides, heads_divide, keys_of, world_size
 from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
 _CONFIG = Source(_REPOSITORY, "deepspeed/runtime/config.py", _COMMIT)
 _ZERO = Source(_REPOSITORY, "deepspeed/runtime/zero/config.py", _COMMIT)
-_TOP = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler", "fp16"),
-    *(
-        "bf16",
-        "amp",
-        "gradient_clipping",
-        "zero_optimization",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-    ),
-    *(
-        "communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "sparse_gradients",
-        "dump_state",
-        "flops_profiler",
-    ),
-    *("activation_checkpointing", "data_types", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "tensor_parallel"),
-    *("zero_force_ds_cpu_optimizer", "zero_optimization.stage", "sequence_parallel_size", "compile", "seed", "autotuning"),
-)
-_STAGE = (
-    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size"),
-    *("overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer", "sub_group_size"),
-    *(
-        "cpu_offload",
-        "cpu_offload_params",
-        "cpu_offload_use_pin_memory",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-    ),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
-    *("stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients"),
-    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size", "zenflow"),
-    *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
-    *(
-        "stage3_model_persistence_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "zero_nontrainable_weights",
-        "super_offload",
-    ),
-    *(
-        "use_multi_rank_bucket_allreduce",
-        "gather_16bit_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "cpuadam_cores_perc",
-    ),
-)
 
 RULES = (
     world_size(_CONFIG),
@@ -100,12 +49,8 @@ def recognizes(entries: Entries) -> bool:
 
 def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     """The job; values that are ``auto`` come from the caller."""
-    sections = (
-        {"": (*_TOP, *entries.used), f"{prefix}zero_optimization": _STAGE}
-        if not prefix
-        else {f"{prefix}zero_optimization": _STAGE}
-    )
-    entries.check_known(sections)
+    keys = keys_of("deepspeed")
+    entries.check_known({f"{prefix}zero_optimization": keys["zero_optimization"]} | ({} if prefix else {"": keys[""]}))
     values = {key: entry for key, entry in entries.values.items() if entry.value != "auto"}
     automatic = sorted(set(entries.values) - set(values))
     entries = Entries(entries.path, entries.style, entries.text, values, entries.used)
@@ -186,10 +131,6 @@ def _stack(generation: str, mixture: bool) -> tuple[str, str]:
     return "deepspeed", generation
 
 
-def _no_experts(job: Job, model: RecognizedDecoder | None) -> bool:
-    return job.configuration.experts == 1
-
-
 DEEPSPEED = Software(
     name="deepspeed",
     title="DeepSpeed",
@@ -209,5 +150,4 @@ DEEPSPEED = Software(
         Lack("pipelines (in this file)", {"pipeline": True}),
         Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
     ),
-    known={"": _TOP, "zero_optimization": _STAGE},
 )

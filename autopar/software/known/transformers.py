@@ -13,39 +13,13 @@ from autopar.software.files.formats import read_entries
 from autopar.software.files.text import text_of
 from autopar.software.known import deepspeed
 from autopar.software.known.accelerate import ON_DEVICES
-from autopar.software.known.common import batch_divides, heads_divide, kv_heads_divide, world_size
+from autopar.software.known.common import batch_divides, heads_divide, keys_of, kv_heads_divide, world_size
 from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _ARGUMENTS = Source("huggingface/transformers", "src/transformers/training_args.py", "v5.23.0")
 _DISTRIBUTED = Source("huggingface/transformers", "src/transformers/distributed/configuration_utils.py", "v5.23.0")
 _BESIDE = "distributed_config.json"
-_FSDP_KEYS = (
-    *("version", "fsdp_version", "reshard_after_forward", "cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"),
-    *("state_dict_type", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "xla", "xla_fsdp_settings"),
-    *("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params"),
-    *("sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_min_num_params"),
-)
-_TOP = (
-    *(
-        "output_dir",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "bf16",
-        "fp16",
-        "fsdp",
-    ),
-    *("fsdp_config", "deepspeed", "optim", "learning_rate", "max_steps", "num_train_epochs", "torch_compile", "bf16_full_eval"),
-    *(
-        "use_cpu",
-        "per_device_eval_batch_size",
-        "gradient_checkpointing_kwargs",
-        "model_name_or_path",
-        "save_strategy",
-        "logging_steps",
-    ),
-)
 
 RULES = (
     world_size(_ARGUMENTS),
@@ -77,7 +51,7 @@ def recognizes(entries: Entries) -> bool:
 
 def read(entries: Entries, given: Given) -> Job:
     """The job."""
-    entries.check_known({"": _TOP, "fsdp_config": _FSDP_KEYS})
+    entries.check_known(keys_of("transformers"))
     devices = given.devices or 1
     micro = entries.whole("per_device_train_batch_size", default=given.micro or 8)
     steps = entries.whole("gradient_accumulation_steps", default=1)
@@ -187,7 +161,6 @@ TRANSFORMERS = Software(
         Lack("pipelines", {"pipeline": True}),
         Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
     ),
-    known={"": _TOP, "fsdp_config": _FSDP_KEYS},
     sequence_parallel=False,
     spelling=spelling,
 )
