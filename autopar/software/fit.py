@@ -135,7 +135,7 @@ def _neighbours(
     out = []
     for _, _, each in looked_at:
         try:
-            one = pricer.price(each, exactly=False)
+            one = pricer.price(each)
         except AutoparError:
             continue
         if one.fits and (not priced.fits or one.evaluation.step_seconds <= _FASTER * priced.evaluation.step_seconds):

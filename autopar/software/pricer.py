@@ -63,38 +63,31 @@ class Pricer:
     _costs: dict[object, SharedCosts] = field(default_factory=dict)
     _layers: dict[object, _LayerTraces] = field(default_factory=dict)
 
-    def price(self, configuration: Configuration, exactly: bool = True) -> PricedConfiguration:
+    def price(self, configuration: Configuration) -> PricedConfiguration:
         """One configuration. AutoparError where it cannot be placed."""
         self.evaluated += 1
-        graph, candidate = self.candidate(configuration, exactly)
+        graph, candidate = self.candidate(configuration)
         costs = self._shared_costs(configuration, graph).of(candidate)
         return PricedConfiguration(
             configuration, candidate, evaluate(graph, candidate, self.work.cluster, self.work.optimizer, costs)
         )
 
-    def candidate(self, configuration: Configuration, exactly: bool = True) -> tuple[Graph, Candidate]:
-        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
-        there is: unless `exactly`, those of another degree will do."""
+    def candidate(self, configuration: Configuration) -> tuple[Graph, Candidate]:
+        """The graph of a configuration at its batch, and its candidate. Degrees of context and experts share placements; tensor
+        degrees do not, since one may cut what another leaves whole."""
         graph, fixed = self.graph(configuration), configuration.fixed(self.work)
         fixed = replace(fixed, recomputed_blocks=_marked(graph, RECOMPUTED), offloaded_blocks=_marked(graph, OFFLOADED))
         if configuration.share < 1 and not fixed.recomputed_blocks:
             fixed = replace(fixed, recompute="none")
-        alike = self._alike(configuration)
-        key = (*alike, configuration.tensor) if exactly or alike not in self._placed else alike
+        key = self._alike(configuration)
         if key not in self._placed:
-            placed = place_blocks(graph, fixed, self._registry)
-            self._placed[key] = placed
-            self._placed.setdefault(alike, placed)
+            self._placed[key] = place_blocks(graph, fixed, self._registry)
         return graph, fixed_candidate(graph, self.work.cluster, fixed, self._placed[key])
 
-    def has_placements(self, configuration: Configuration) -> bool:
-        """Whether its own placements are there, and not only those of another degree."""
-        return (*self._alike(configuration), configuration.tensor) in self._placed
-
-    def _alike(self, each: Configuration) -> tuple[bool, ...]:
-        """Configurations with nearly the same placements."""
+    def _alike(self, each: Configuration) -> tuple[object, ...]:
+        """Configurations with the same placements."""
         sequence_parallel = each.fixed(self.work).sequence_parallel
-        return each.tensor > 1, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1, each.host_layers > 0
+        return each.tensor, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1, each.host_layers > 0
 
     def graph(self, configuration: Configuration) -> Graph:
         """The graph, with the degrees of context and expert parallelism in it."""
@@ -157,7 +150,7 @@ class Pricer:
             cluster = replace(work.cluster, size=data * configuration.tensor)
             work = replace(work, cluster=_smaller(work.cluster, cluster.size))
             alone = Pricer(work, _placed=self._placed)
-            graph, candidate = alone.candidate(key, exactly=False)
+            graph, candidate = alone.candidate(key)
             self._layers[key] = _LayerTraces.of(graph, stage_traces(graph, candidate, work.cluster)[0])
         return self._layers[key]
 

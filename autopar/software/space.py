@@ -12,7 +12,7 @@ from autopar.software.configuration import Configuration, Workload
 from autopar.solve.space.grid import devices_per_node
 from autopar.solve.space.meshes import divisors
 
-LARGEST_MICRO_BATCH = 32
+LARGEST_MICRO_BATCH = 128
 _MOST_STAGES = 64
 _MOST_EXPERTS = 64
 _CHUNKS = {"zb-h1": (1,), "zbv": (2,)}

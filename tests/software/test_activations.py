@@ -17,11 +17,11 @@ from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Job
 
 
-def pricer(name: str, layers: int, cluster: str = "gb200-nvl72:1") -> Pricer:
+def pricer(name: str, layers: int, cluster: str = "gb200-nvl72:2") -> Pricer:
     decoder = decoder_named(name, 4096)
     assert decoder is not None
     model = Model(name, 4096, replace(decoder, layers=layers))
-    job = Job(devices=72, batch=144, seq=4096, decoder=model.decoder)
+    job = Job(devices=8, batch=16, seq=4096, decoder=model.decoder)
     return Pricer(workload_of(known_software()["megatron"], job, model, Cluster.parse(cluster)))
 
 
@@ -30,24 +30,25 @@ def activations(found: PricedConfiguration) -> float:
 
 
 def test_layers_in_host_memory_leave_the_device() -> None:
-    """Half of the layers: half of what all save between forward and backward, but for those whose copies are under way."""
+    """Each layer frees as much, and half of them most of a half of what is saved: the head keeps its own."""
     each, base = pricer("llama3-8b", 16), Configuration(zero=3, micro=1)
-    whole, half = each.price(base), each.price(replace(base, host_layers=8))
-    assert activations(half) == pytest.approx(activations(whole) / 2, rel=0.05)
+    whole, quarter, half = (each.price(replace(base, host_layers=layers)) for layers in (0, 4, 8))
+    assert activations(whole) - activations(quarter) == pytest.approx(activations(quarter) - activations(half), rel=0.01)
+    assert activations(half) < 0.6 * activations(whole)
     assert half.evaluation.peak_memory_bytes < whole.evaluation.peak_memory_bytes
     assert half.evaluation.step_seconds >= whole.evaluation.step_seconds
-    assert half.evaluation.flops == whole.evaluation.flops, "nothing is computed again"
+    assert half.evaluation.compute_seconds == pytest.approx(whole.evaluation.compute_seconds), "nothing is computed again"
 
 
 def test_what_a_slow_link_cannot_move_in_time_is_waited_for() -> None:
     base = Configuration(zero=3, micro=1)
     seconds = {}
-    for name in ("gb200-nvl72:1", "rtx-4090:9"):
+    for name in ("gb200-nvl72:2", "rtx-4090:1"):
         each = pricer("llama3-8b", 16, name)
         stalls = [each.price(replace(base, host_layers=layers)).evaluation.host_stall_seconds for layers in (0, 15)]
         assert stalls[0] == 0
         seconds[name] = stalls[1]
-    assert seconds["rtx-4090:9"] > seconds["gb200-nvl72:1"]
+    assert seconds["rtx-4090:1"] > seconds["gb200-nvl72:2"]
 
 
 def test_recomputed_modules_are_those_that_are_named() -> None:
@@ -66,7 +67,7 @@ def test_the_mlp_of_layers_with_experts_is_no_dense_one() -> None:
     base = Configuration(zero=1, micro=1)
     dense, mixture = pricer("llama3-8b", 4), pricer("qwen3-30b-a3b", 4)
     again = replace(base, recompute="modules", modules=("mlp",))
-    assert activations(dense.price(again)) < 0.6 * activations(dense.price(base))
+    assert activations(dense.price(again)) < 0.75 * activations(dense.price(base))
     assert activations(mixture.price(again)) == activations(mixture.price(base))
 
 

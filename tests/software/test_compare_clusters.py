@@ -20,7 +20,7 @@ RUN = ["compare-clusters", "qwen3-4b", "dgx-h100:1@2.5", "dgx-a100:2@1.5", "--to
 
 
 def test_time_and_money_follow_from_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documented([*RUN, "--software", "megatron,torchtitan"], capsys)
+    found = documented([*RUN, "--for", "megatron,torchtitan"], capsys)
     runs = found["runs"]
     assert {(each["cluster"], each["software"]) for each in runs} == {
         (cluster, name) for cluster in ("dgx-h100:1", "dgx-a100:2") for name in ("megatron", "torchtitan")
@@ -47,7 +47,7 @@ def test_twice_the_price_is_twice_the_cost_and_the_same_run(capsys: pytest.Captu
         "1e11",
         "--batch",
         "64",
-        "--software",
+        "--for",
         "megatron",
     ]
     cheap, dear = documented(run, capsys)["runs"]
@@ -56,7 +56,7 @@ def test_twice_the_price_is_twice_the_cost_and_the_same_run(capsys: pytest.Captu
 
 
 def test_what_fits_nowhere_is_infeasible_and_what_fits_somewhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["compare-clusters", "llama3-405b", "--tokens", "1e11", "--batch", "64", "--software", "megatron"]
+    large = ["compare-clusters", "llama3-405b", "--tokens", "1e11", "--batch", "64", "--for", "megatron"]
     assert main([*large, "dgx-h100:1@2"]) == 3
     assert "fits on none of dgx-h100:1" in capsys.readouterr().err
     assert main([*large, "dgx-h100:1@2", "dgx-h100:32@2"]) == 0
@@ -64,7 +64,7 @@ def test_what_fits_nowhere_is_infeasible_and_what_fits_somewhere_is_told(capsys:
     assert "dgx-h100:1: llama3-405b does not fit" in said.err and "dgx-h100:32" in said.out
 
 
-@pytest.mark.parametrize("words", [["dgx-h100:1"], ["dgx-h100:1@-1"], ["nothing:1@2"], ["dgx-h100:1@2", "--software", "nano"]])
+@pytest.mark.parametrize("words", [["dgx-h100:1"], ["dgx-h100:1@-1"], ["nothing:1@2"], ["dgx-h100:1@2", "--for", "nano"]])
 def test_odd_offers_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare-clusters", "qwen3-4b", *words, "--tokens", "1e11", "--batch", "64"]) == 2
     assert capsys.readouterr().err.strip().count("\n") == 0
