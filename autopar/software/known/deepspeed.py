@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.decoders.decoder import Architecture
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
 from autopar.software.known.common import batch_divides, heads_divide, keys_of, world_size
@@ -33,6 +34,8 @@ RULES = (
 _BUCKET = 5e8
 """Elements of a bucket of gradients where the file does not say it (`reduce_bucket_size`, deepspeed/runtime/zero/config.py)."""
 _LEAST_BUCKET = 2**16
+_LIVE = 1e9
+"""Elements that ZeRO-3 keeps gathered where the file does not say it (`stage3_max_live_parameters`)."""
 
 
 def recognizes(entries: Entries) -> bool:
@@ -79,6 +82,9 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     bucket = entries.raw(f"{prefix}zero_optimization.reduce_bucket_size") or _BUCKET
     if stage and isinstance(bucket, int | float) and bucket >= _BUCKET:
         assumed.append(f"reduce_bucket_size {bucket:.1e}: its buffer, {2 * bucket / 2**30:.1f} GiB in 16 bits, is not counted")
+    live = entries.raw(f"{prefix}zero_optimization.stage3_max_live_parameters") or _LIVE
+    if stage == 3 and isinstance(live, int | float) and live >= _LIVE:
+        assumed.append(f"stage3_max_live_parameters {live:.1e}: so many gathered ones are not counted")
     checkpointing = any(key.startswith(f"{prefix}activation_checkpointing") for key in entries.values)
     if checkpointing:
         assumed.append("layers are recomputed, as activation_checkpointing is set up")
@@ -104,11 +110,19 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     )  # fmt: skip
 
 
+def _layer_elements(sizes: Architecture) -> int:
+    """Elements of a layer's matrices."""
+    attention = sizes.hidden * sizes.head_dim * 2 * (sizes.heads + sizes.kv_heads)
+    return attention + sizes.hidden * (3 if sizes.gated else 2) * (sizes.ffn * max(1, sizes.experts) + sizes.shared_ffn)
+
+
 def write(job: Job) -> dict[str, Any]:
     """The keys of the JSON. Buckets have the size of a square matrix of the model, as the Trainer makes them: DeepSpeed allocates
-    them whole, and their default of 5e8 elements is a gigabyte."""
+    them whole, and their default of 5e8 elements is a gigabyte. ZeRO-3 keeps two layers gathered, as is priced; by default 1e9
+    elements, all of a small model (`stage3_max_live_parameters`)."""
     each = job.configuration
     bucket = max(job.decoder.sizes.hidden**2, _LEAST_BUCKET) if job.decoder is not None else None
+    live = 2 * _layer_elements(job.decoder.sizes) if job.decoder is not None and each.zero == 3 else None
     return {
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": each.micro,
@@ -119,6 +133,8 @@ def write(job: Job) -> dict[str, Any]:
         "zero_optimization.overlap_comm": True if each.zero else None,
         "zero_optimization.contiguous_gradients": True if each.zero else None,
         "zero_optimization.reduce_bucket_size": bucket if each.zero else None,
+        "zero_optimization.stage3_max_live_parameters": live,
+        "zero_optimization.stage3_max_reuse_distance": live,
         "zero_optimization.zero_hpz_partition_size": each.group or None,
         "zero_optimization.offload_optimizer.device": "cpu" if each.offload else None,
         "zero_optimization.offload_optimizer.pin_memory": True if each.offload else None,
