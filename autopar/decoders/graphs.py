@@ -95,18 +95,17 @@ def with_attention(graph: Graph, op: str, key: str, number: int) -> Graph:
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
 
 
-RECOMPUTED = "Recomputed"
+RECOMPUTED, OFFLOADED = "Recomputed", "Offloaded"
 
 
-def with_marked_layers(graph: Graph, share: float) -> Graph:
-    """The graph in which a `share` of the repeated layers, evenly spread, calls a block of its own, whose name ends in
-    `RECOMPUTED`."""
+def with_marked_layers(graph: Graph, share: float, mark: str = RECOMPUTED) -> Graph:
+    """The graph in which a `share` of the repeated layers, evenly spread, calls a block of its own, whose name ends in `mark`."""
     block = max(graph.blocks, key=lambda each: graph.count(each.name))
     places = [index for index, call in enumerate(graph.calls) if call.block == block.name]
     chosen = {place for number, place in enumerate(places) if int((number + 1) * share + 1e-9) > int(number * share + 1e-9)}
     if not chosen:
         return graph
-    name = block.name + RECOMPUTED
+    name = block.name + mark
     calls = tuple(replace(call, block=name) if index in chosen else call for index, call in enumerate(graph.calls))
     blocks = tuple(each for each in (*graph.blocks, replace(block, name=name)) if any(call.block == each.name for call in calls))
     return replace(graph, blocks=blocks, calls=calls, fingerprint=_fingerprint(blocks, calls))

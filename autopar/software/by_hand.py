@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.decoders.graphs import RunOptions
 from autopar.decoders.recognize import RecognizedDecoder, recognize, same_model
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
@@ -95,7 +96,7 @@ def _pricer(
         cluster=cluster,
         precision=options.precision,
         optimizer=options.optimizer,
-        once=software in SENDS_ONCE,
+        options=RunOptions(once=software in SENDS_ONCE),
         whole_experts=software.startswith(WHOLE_EXPERTS),
     )
     pricer = Pricer(work)

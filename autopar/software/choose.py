@@ -23,6 +23,7 @@ class Choice:
     work: Workload
     job: Job
     ranking: Ranking
+    pricer: Pricer
 
     def job_of(self, priced: PricedConfiguration) -> Job:
         """The job that a configuration of the ranking is."""
@@ -33,7 +34,10 @@ def choose(software: Software, model: Model, cluster: Cluster, batch: int, preci
     """The best configurations of a software. AutoparError where it cannot run the model at all so."""
     if precision not in software.precisions:
         raise AutoparError(f"{software.name} has no {precision}: write --dtype {', '.join(software.precisions)}")
-    job = Job(devices=cluster.size, batch=batch, seq=model.seq, precision=precision, model=model.name, decoder=model.decoder)
+    job = Job(
+        devices=cluster.size, batch=batch, seq=model.seq, precision=precision, model=model.name, decoder=model.decoder,
+        cpu=cluster.device.kind == "cpu",
+    )  # fmt: skip
     work = workload_of(software, job, model, cluster)
     if software.name == "megatron":
         job = replace(job, async_tp=work.cluster.overlap.model_parallel)
@@ -54,7 +58,28 @@ def choose(software: Software, model: Model, cluster: Cluster, batch: int, preci
             f"{model.name} does not fit with {software.title} on {cluster.name}: {found.best.configuration.describe(work)} needs "
             f"least and lacks {short / 2**30:.1f} GiB a device; give more devices, a smaller batch or shorter sequences"
         )
-    return Choice(software, work, job, found)
+    return Choice(software, work, job, found, pricer)
+
+
+def costs_of_lacks(choice: Choice) -> list[tuple[str, float | None]]:
+    """What the software has no key for, with the share of a step that it would save where the software had it, dearest first
+    (None: it is not priced). The price is that of the same model with the same constants."""
+    best = choice.ranking.best
+    assert best is not None
+    own = choice.software.space
+    out: list[tuple[str, float | None]] = []
+    for lack in choice.software.lacks:
+        if not lack.space:
+            out.append((lack.words, None))
+            continue
+        work = replace(choice.work, sequence_parallel=choice.work.sequence_parallel or lack.sequence_parallel)
+        pricer = choice.pricer if work == choice.work else Pricer(work)
+        known = {each for each in own.configurations(choice.work) if work == choice.work or each.tensor == 1}
+        wider = (each for each in replace(own, **lack.space).configurations(work) if each not in known)
+        found = rank(pricer, wider, below=best.evaluation.step_seconds).best
+        seconds = found.evaluation.step_seconds if found is not None and found.fits else best.evaluation.step_seconds
+        out.append((lack.words, max(0.0, 1 - seconds / best.evaluation.step_seconds)))
+    return sorted(out, key=lambda pair: -(pair[1] or 0.0))
 
 
 def files_of(choice: Choice, priced: PricedConfiguration) -> dict[str, str]:
@@ -66,4 +91,4 @@ def files_of(choice: Choice, priced: PricedConfiguration) -> dict[str, str]:
         f"{software.run}"
     )
     main = text_of(software.style, software.write(job), head)
-    return {software.file: main, **software.also(job)}
+    return {software.file: main, **software.beside(job), **software.also(job)}

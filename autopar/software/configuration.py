@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.decoders.decoder import Architecture
+from autopar.decoders.graphs import RunOptions
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.fixed.recomputation import MODULES
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `once`: a token is
-    sent to each node once; `whole_experts`: the tensor axis does not cut inside experts; `sequence_parallel`: the software has
-    it, and selective recomputation, which came with it (arXiv 2205.05198). `packed`: tokens of a sample where sequences are
-    packed (0: they are not). `graph`: a model that is no known decoder, as it was captured (then `decoder` is None)."""
+    """A decoder as a software writes it, a batch of sequences, and a cluster with that software's constants. `options`: what else
+    of the run is in the graph, but for what a `Configuration` says; `whole_experts`: the tensor axis does not cut inside experts;
+    `sequence_parallel`: the software has it, and selective recomputation, which came with it (arXiv 2205.05198). `graph`: a model
+    that is no known decoder, as it was captured (then `decoder` is None)."""
 
     decoder: Architecture | None
     layers: int
@@ -24,11 +26,9 @@ class Workload:
     cluster: Cluster
     precision: Precision
     optimizer: str = "adamw"
-    float8: bool = False
-    once: bool = False
+    options: RunOptions = RunOptions()
     whole_experts: bool = False
     sequence_parallel: bool = True
-    packed: int = 0
     graph: Graph | None = None
 
 
@@ -45,6 +45,8 @@ class Configuration:
     offload: the optimizer's state lies in host memory.
     sequence_parallel: values between layers are cut along the sequence over the tensor axis.
     share: of the layers, evenly spread, that are recomputed.
+    modules: what of each layer is recomputed, with recompute ``modules`` (`fixed.recomputation.MODULES`, and ``moe_act``).
+    host_layers: so many layers have all that they save in host memory until their backward.
     layers: of each chunk, where they are not dealt evenly.
     """
 
@@ -61,6 +63,8 @@ class Configuration:
     offload: bool = False
     sequence_parallel: bool = True
     share: float = 1.0
+    modules: tuple[str, ...] = ()
+    host_layers: int = 0
     layers: tuple[int, ...] = ()
 
     def data(self, size: int) -> int:
@@ -70,6 +74,16 @@ class Configuration:
     def micro_batches(self, batch: int, size: int) -> int:
         """The micro-batches of a step, each of `micro` sequences on every data rank."""
         return max(1, -(-batch // (self.data(size) * self.micro)))
+
+    def options(self, work: Workload) -> RunOptions:
+        """What the run changes in the graph of the model."""
+        return replace(
+            work.options,
+            context=self.context,
+            ep=self.experts,
+            recompute_cast=work.options.float8 and self.recompute == "products",
+            recompute_activation=self.recompute == "modules" and "moe_act" in self.modules,
+        )
 
     def fixed(self, work: Workload) -> FixedConfiguration:
         """The fixed configuration that the evaluator prices, without context and expert parallelism, which are in the graph."""
@@ -85,6 +99,7 @@ class Configuration:
             zero_group=self.group,
             micro_batches=self.micro_batches(work.batch, work.cluster.size),
             recompute=self.recompute,
+            modules=tuple(name for name in self.modules if name in MODULES),
             precision=replace(work.precision, offload_optimizer="cpu") if self.offload else work.precision,
             optimizer=work.optimizer,
         )
@@ -102,7 +117,9 @@ class Configuration:
             + [f"dp={self.data(size)}"]
         )
         count = self.micro_batches(work.batch, size)
-        again = {"everything": "full", "products": "selective"}.get(self.recompute, self.recompute)
+        again = {"everything": "full", "products": "selective", "modules": " and ".join(self.modules)}.get(
+            self.recompute, self.recompute
+        )
         parts = [
             " ".join(degrees),
             *([f"ZeRO-{self.zero}"] * (self.zero > 0)),
@@ -111,5 +128,6 @@ class Configuration:
             *([f"{count} micro-batches of {self.micro}"] * (count > 1)),
             *([f"{again} recomputation" + f" of {self.share:.0%} of the layers" * (self.share < 1)] * (again != "none")),
             *(["optimizer state in host memory"] * self.offload),
+            *([f"activations of {self.host_layers} layers in host memory"] * bool(self.host_layers)),
         ]
         return ", ".join(parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import unified_diff
+from pathlib import Path
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
@@ -24,7 +26,7 @@ _LOOKED_AT = 12
 _BETTER = 3
 _FASTER = 0.99
 """What is called faster takes at most this share of the time."""
-_KNOBS = ("recompute", "micro", "zero", "tensor", "stages", "virtual", "context", "experts", "group", "offload")
+_KNOBS = ("recompute", "micro", "zero", "tensor", "stages", "virtual", "context", "experts", "group", "offload", "host_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def read_job(path: str, given: Given, software: str = "") -> tuple[Software, Ent
 
 def fit(path: str, software: Software, entries: Entries, job: Job, model: Model, cluster: Cluster, better: int = _BETTER) -> Fit:
     """Judge a job that was read from a file."""
-    job = replace(job, devices=job.devices or cluster.size, seq=job.seq or model.seq)
+    job = replace(job, devices=job.devices or cluster.size, seq=job.seq or model.seq, cpu=cluster.device.kind == "cpu")
     if job.devices != cluster.size:
         raise ConfigError(
             f"{path}:1: the file is for {job.devices} devices, the cluster has {cluster.size}: give a cluster of as many"
@@ -133,7 +135,7 @@ def _neighbours(
     out = []
     for _, _, each in looked_at:
         try:
-            one = pricer.price(each, exactly=False)
+            one = pricer.price(each)
         except AutoparError:
             continue
         if one.fits and (not priced.fits or one.evaluation.step_seconds <= _FASTER * priced.evaluation.step_seconds):
@@ -170,4 +172,9 @@ def _diff(software: Software, entries: Entries, job: Job, better: PricedConfigur
     spelled = software.spelling(entries) if software.spelling is not None else {}
     new = {spelled.get(key, key): value for key, value in new.items()}
     now = {spelled.get(key, key): value for key, value in now.items()}
-    return difference(entries, changed_text(entries, new, now), f"{entries.path} (better)")
+    changes = [difference(entries, changed_text(entries, new, now), f"{entries.path} (better)")]
+    for name, text in software.beside(then).items():
+        path = Path(entries.path).with_name(name)
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        changes += unified_diff(before.splitlines(), text.splitlines(), str(path), f"{path} (better)", lineterm="", n=0)
+    return "\n".join(changes)

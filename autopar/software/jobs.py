@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.stack_entries import other_constants
+from autopar.decoders.graphs import RunOptions
 from autopar.ir.plan import Precision
 from autopar.software.configuration import Workload
 from autopar.software.models import Model
@@ -32,8 +33,7 @@ def workload_of(software: Software, job: Job, model: Model, cluster: Cluster) ->
         cluster=used,
         precision=_PRECISIONS[job.precision],
         optimizer=job.optimizer,
-        float8=job.precision == "fp8",
-        once=name in SENDS_ONCE,
+        options=RunOptions(float8=job.precision == "fp8", once=name in SENDS_ONCE),
         whole_experts=software.whole_experts,
         sequence_parallel=software.sequence_parallel,
         graph=model.graph,

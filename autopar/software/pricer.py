@@ -14,7 +14,7 @@ from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.shared_costs import SharedCosts
-from autopar.decoders.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
+from autopar.decoders.graphs import OFFLOADED, RECOMPUTED, graph_of, with_marked_layers
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Pipeline
@@ -63,59 +63,57 @@ class Pricer:
     _costs: dict[object, SharedCosts] = field(default_factory=dict)
     _layers: dict[object, _LayerTraces] = field(default_factory=dict)
 
-    def price(self, configuration: Configuration, exactly: bool = True) -> PricedConfiguration:
+    def price(self, configuration: Configuration) -> PricedConfiguration:
         """One configuration. AutoparError where it cannot be placed."""
         self.evaluated += 1
-        graph, candidate = self.candidate(configuration, exactly)
+        graph, candidate = self.candidate(configuration)
         costs = self._shared_costs(configuration, graph).of(candidate)
         return PricedConfiguration(
             configuration, candidate, evaluate(graph, candidate, self.work.cluster, self.work.optimizer, costs)
         )
 
-    def candidate(self, configuration: Configuration, exactly: bool = True) -> tuple[Graph, Candidate]:
-        """The graph of a configuration at its batch, and its candidate. Placements hardly depend on the degree of an axis that
-        there is: unless `exactly`, those of another degree will do."""
+    def candidate(self, configuration: Configuration) -> tuple[Graph, Candidate]:
+        """The graph of a configuration at its batch, and its candidate. Degrees of context and experts share placements; tensor
+        degrees do not, since one may cut what another leaves whole."""
         graph, fixed = self.graph(configuration), configuration.fixed(self.work)
-        marked = tuple(block.name for block in graph.blocks if block.name.endswith(RECOMPUTED))
-        fixed = replace(fixed, recomputed_blocks=marked)
-        alike = self._alike(configuration)
-        key = (*alike, configuration.tensor) if exactly or alike not in self._placed else alike
+        fixed = replace(fixed, recomputed_blocks=_marked(graph, RECOMPUTED), offloaded_blocks=_marked(graph, OFFLOADED))
+        if configuration.share < 1 and not fixed.recomputed_blocks:
+            fixed = replace(fixed, recompute="none")
+        key = self._alike(configuration)
         if key not in self._placed:
-            placed = place_blocks(graph, fixed, self._registry)
-            self._placed[key] = placed
-            self._placed.setdefault(alike, placed)
+            self._placed[key] = place_blocks(graph, fixed, self._registry)
         return graph, fixed_candidate(graph, self.work.cluster, fixed, self._placed[key])
 
-    def has_placements(self, configuration: Configuration) -> bool:
-        """Whether its own placements are there, and not only those of another degree."""
-        return (*self._alike(configuration), configuration.tensor) in self._placed
-
-    def _alike(self, each: Configuration) -> tuple[bool, ...]:
-        """Configurations with nearly the same placements."""
+    def _alike(self, each: Configuration) -> tuple[object, ...]:
+        """Configurations with the same placements."""
         sequence_parallel = each.fixed(self.work).sequence_parallel
-        return each.tensor > 1, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1
+        return each.tensor, each.context > 1, each.experts > 1, sequence_parallel, each.share < 1, each.host_layers > 0
 
     def graph(self, configuration: Configuration) -> Graph:
         """The graph, with the degrees of context and expert parallelism in it."""
-        work, key = self.work, (configuration.context, configuration.experts, configuration.share)
+        work, key = self.work, self._graph_key(configuration)
         if key not in self._graphs:
             if work.decoder is None:
                 assert work.graph is not None
                 graph = work.graph
             else:
-                options = RunOptions(work.float8, False, *key[:2], work.once, packed=work.packed)
-                graph = graph_of(work.decoder, work.layers, work.precision.compute, options)
+                graph = graph_of(work.decoder, work.layers, work.precision.compute, configuration.options(work))
             if configuration.share < 1:
                 graph = with_marked_layers(graph, configuration.share)
+            if configuration.host_layers:
+                graph = with_marked_layers(graph, configuration.host_layers / work.layers, OFFLOADED)
             self._graphs[key] = replace(graph, batch=work.batch * configuration.context)
         return self._graphs[key]
+
+    def _graph_key(self, configuration: Configuration) -> object:
+        return configuration.options(self.work), configuration.share, configuration.host_layers
 
     @property
     def _registry(self) -> Registry:
         return default_registry(published=self.work.decoder is not None)
 
     def _shared_costs(self, configuration: Configuration, graph: Graph) -> SharedCosts:
-        key = configuration.context, configuration.experts, configuration.share
+        key = self._graph_key(configuration)
         if key not in self._costs:
             self._costs[key] = SharedCosts(graph, self.work.cluster)
         return self._costs[key]
@@ -129,7 +127,7 @@ class Pricer:
         chunk = max(1, floor(work.layers / (stages * configuration.virtual)))
         share = 1 / stages
         busy = count * share * (layers.seconds * work.layers + layers.outer_seconds)
-        ramp = (stages - 1) * chunk * layers.seconds
+        ramp = (stages - 1) * chunk * layers.seconds if configuration.schedule == "1f1b" else 0.0
         state, communication = layers.state(configuration, work)
         exchange = work.layers * share * communication
         in_flight = self._in_flight(configuration, count)
@@ -152,9 +150,13 @@ class Pricer:
             cluster = replace(work.cluster, size=data * configuration.tensor)
             work = replace(work, cluster=_smaller(work.cluster, cluster.size))
             alone = Pricer(work, _placed=self._placed)
-            graph, candidate = alone.candidate(key, exactly=False)
+            graph, candidate = alone.candidate(key)
             self._layers[key] = _LayerTraces.of(graph, stage_traces(graph, candidate, work.cluster)[0])
         return self._layers[key]
+
+
+def _marked(graph: Graph, mark: str) -> tuple[str, ...]:
+    return tuple(block.name for block in graph.blocks if block.name.endswith(mark))
 
 
 def _smaller(cluster: Cluster, size: int) -> Cluster:

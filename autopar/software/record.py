@@ -32,6 +32,7 @@ class Job:
     precision: ``bf16``, ``fp16``, ``fp32`` or ``fp8`` (linear layers in float8, all else in bf16).
     model, decoder: a name of `decoders.from_config`, or sizes that the file states.
     compiled, async_tp, ep_overlap: switches of overlap and compilation (None: the software's default).
+    cpu: the devices are processes on CPUs.
     assumed: what the file leaves open, in words.
     """
 
@@ -46,6 +47,7 @@ class Job:
     compiled: bool | None = None
     async_tp: bool | None = None
     ep_overlap: bool | None = None
+    cpu: bool = False
     assumed: tuple[str, ...] = ()
 
     @property
@@ -98,11 +100,24 @@ def facts(job: Job, model: RecognizedDecoder | None) -> dict[str, Any]:
     """The numbers that reasons may name."""
     each = job.configuration
     sizes = model.sizes if model is not None else None
-    out = {name: getattr(each, name) for name in ("tensor", "context", "experts", "stages", "virtual", "zero", "group", "micro")}
+    out = {
+        name: getattr(each, name)
+        for name in ("tensor", "context", "experts", "stages", "virtual", "zero", "group", "micro", "host_layers")
+    }
     out |= {"devices": job.devices, "batch": job.batch, "seq": job.seq, "data": job.data, "steps": job.steps}
     out |= {"precision": job.precision, "schedule": each.schedule, "layers": model.layers if model is not None else 0}
     names = {"heads": "heads", "kv_heads": "kv_heads", "all_experts": "experts", "ffn": "ffn", "hidden": "hidden"}
     return out | {name: getattr(sizes, attribute, 0) for name, attribute in names.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a plan of our own may have and a software has no key for: in `words`, and as fields of its `Space` that would have it
+    (none: it is not priced). `sequence_parallel`: it would have that too."""
+
+    words: str
+    space: Mapping[str, Any] = field(default_factory=dict)
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +129,12 @@ class Software:
     stack: (name of constants, device generation of them) for a generation and whether the model is a mixture of experts.
     recognizes: whether a file is one of this software's.
     read, write: a file's entries to a job, and a job to the values of its keys (None: the key is left out).
-    known: its keys by section, for near misses (`Entries.check_known`).
     run: how the file is used, a line of shell or Python.
     lacks: what plans of our own may have and it has no key for.
     whole_experts: the tensor axis does not cut inside experts.
     precisions: what it computes in.
-    also: further files of a job, by name.
+    beside: files that belong to the first one, by name: a job is both.
+    also: the same in other spellings, by name of the file.
     spelling: how a file spells keys of `write`, where it has several spellings.
     """
 
@@ -134,11 +149,11 @@ class Software:
     read: Callable[[Entries, Given], Job]
     write: Callable[[Job], dict[str, Any]]
     run: str
-    lacks: str
-    known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lacks: tuple[Lack, ...]
     whole_experts: bool = False
     sequence_parallel: bool = True
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    beside: Callable[[Job], dict[str, str]] = lambda _: {}
     also: Callable[[Job], dict[str, str]] = lambda _: {}
     spelling: Callable[[Entries], Mapping[str, str]] | None = None
 

@@ -36,10 +36,10 @@ class Ranking:
         return self.priced[0] if self.priced else None
 
 
-def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FEW, exact: int = 1) -> Ranking:
-    """Return the ranking; the `exact` first have placements of their own degrees."""
+def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FEW, below: float = inf) -> Ranking:
+    """Return the ranking. `below`: nothing slower is looked for, and nothing that does not fit."""
     every = []
-    for each in configurations:
+    for each in dict.fromkeys(configurations):
         try:
             every.append((pricer.least(each), each))
         except AutoparError:
@@ -49,9 +49,11 @@ def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FE
     left = [(least, each) for least, each in every if least.bytes <= device.memory_bytes]
     priced: list[PricedConfiguration] = []
     for number in range(2 * most):
-        reached = min((each.evaluation.step_seconds for each in priced if each.fits), default=inf)
+        reached = min((each.evaluation.step_seconds for each in priced if each.fits), default=below)
         left = [pair for pair in left if pair[0].seconds < reached and corrections.may_fit(pair[1], pair[0], device.memory_bytes)]
-        chosen = min(left, key=lambda pair: corrections.seconds(pair[1], pair[0]), default=None)
+        # every second one by its bound alone: a kind has members that are off by less than those that were evaluated
+        likely = most <= FEW or number % 2 == 0
+        chosen = min(left, key=lambda pair: corrections.seconds(pair[1], pair[0]) if likely else pair[0].seconds, default=None)
         if chosen is None or (number >= most and reached < inf):
             break
         if most <= FEW and corrections.seconds(chosen[1], chosen[0]) >= reached:
@@ -61,15 +63,15 @@ def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FE
         if found is not None:
             priced.append(found)
             corrections.learn(chosen[1], chosen[0], found)
-    if not any(each.fits for each in priced):
+    if below == inf and not any(each.fits for each in priced):
         least_memory = sorted(every, key=lambda pair: pair[0].bytes)[:_LEAST]
         priced += filter(None, (_price(pricer, each) for _, each in least_memory))
-    return Ranking(tuple(_exactly(pricer, priced, exact)), len(every), len(left))
+    return Ranking(tuple(sorted(priced, key=order_of)), len(every), len(left))
 
 
-def _price(pricer: Pricer, configuration: Configuration, exactly: bool = False) -> PricedConfiguration | None:
+def _price(pricer: Pricer, configuration: Configuration) -> PricedConfiguration | None:
     try:
-        return pricer.price(configuration, exactly)
+        return pricer.price(configuration)
     except AutoparError:
         return None
 
@@ -79,43 +81,32 @@ def order_of(each: PricedConfiguration) -> tuple[bool, float]:
     return not each.fits, each.evaluation.step_seconds if each.fits else each.least_bytes
 
 
-def _exactly(pricer: Pricer, priced: list[PricedConfiguration], exact: int) -> list[PricedConfiguration]:
-    """The ranking after the first `exact` got placements of their own."""
-    ordered = sorted(priced, key=order_of)
-    done: set[Configuration] = set()
-    while True:
-        waiting = [each for each in ordered[:exact] if each.configuration not in done]
-        if not waiting:
-            return ordered
-        first = waiting[0]
-        done.add(first.configuration)
-        if not pricer.has_placements(first.configuration):
-            again = _price(pricer, first.configuration, exactly=True) or first
-            ordered = sorted((again if each is first else each for each in ordered), key=order_of)
-
-
 @dataclass(slots=True)
 class _Corrections:
     """How much more than the least the configurations took that were evaluated so far, by kind: of one kind it is alike."""
 
     _seconds: dict[object, float] = field(default_factory=dict)
-    _bytes: dict[object, float] = field(default_factory=dict)
+    _bytes: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def learn(self, configuration: Configuration, least: Least, found: PricedConfiguration) -> None:
         """Note what an evaluation says of the others of its kind."""
         kind = _kind(configuration)
         self._seconds[kind] = min(found.evaluation.step_seconds / least.seconds, self._seconds.get(kind, inf))
-        self._bytes[kind] = min(found.least_bytes / least.bytes, self._bytes.get(kind, inf))
+        key = kind, configuration.micro
+        ratio, more = self._bytes.get(key, (inf, inf))
+        self._bytes[key] = min(found.least_bytes / least.bytes, ratio), min(found.least_bytes - least.bytes, more)
 
     def seconds(self, configuration: Configuration, least: Least) -> float:
         """The likely seconds; of a kind that nothing was evaluated of yet, hopefully."""
         return least.seconds * self._seconds.get(_kind(configuration), _HOPE * min(self._seconds.values(), default=1.0))
 
     def may_fit(self, configuration: Configuration, least: Least, capacity: float) -> bool:
-        """Whether it is likely to fit, as those of its kind did."""
-        return least.bytes * self._bytes.get(_kind(configuration), 1.0) <= capacity
+        """Whether it is likely to fit, as those of its kind with as large micro-batches did: what a stage holds beside state and
+        saved tensors grows with these, and not with how much is saved."""
+        ratio, more = self._bytes.get((_kind(configuration), configuration.micro), (1.0, 0.0))
+        return min(least.bytes * ratio, least.bytes + more) <= capacity
 
 
 def _kind(each: Configuration) -> object:
     parts = each.context > 1, each.stages > 1, each.virtual > 1, each.experts > 1, each.offload
-    return each.tensor, parts, each.recompute, each.zero == 3
+    return each.tensor, parts, each.recompute, each.zero == 3, each.group > 0

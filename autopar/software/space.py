@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.software.configuration import Configuration, Workload
 from autopar.solve.space.grid import devices_per_node
 from autopar.solve.space.meshes import divisors
 
-LARGEST_MICRO_BATCH = 32
+LARGEST_MICRO_BATCH = 128
 _MOST_STAGES = 64
 _MOST_EXPERTS = 64
+_CHUNKS = {"zb-h1": (1,), "zbv": (2,)}
+"""Chunks of a stage that a schedule with split backwards has."""
 _CHUNK_TOKENS = 4096
 """Context parallelism keeps at least so many tokens of a sequence on a rank, as in published runs."""
 
@@ -22,7 +25,7 @@ _CHUNK_TOKENS = 4096
 class Space:
     """Degrees that a software has (the tensor axis stays in a node), and the other values that are tried. `zero`: ZeRO stages of
     runs with several data ranks; `hybrid`: state is sharded over groups too (HSDP); `most_chunks`: of a stage (0: any number);
-    `uneven`: chunks may differ by a layer;
+    `uneven`: chunks may differ by a layer; `schedules`: of pipelines;
     `least_tensor`: a recipe's narrowest axis."""
 
     zero: tuple[int, ...] = (3, 2)
@@ -36,6 +39,7 @@ class Space:
     uneven: bool = False
     least_tensor: int = 1
     offload: tuple[bool, ...] = (False,)
+    schedules: tuple[str, ...] = ("1f1b",)
 
     def configurations(self, work: Workload) -> Iterator[Configuration]:
         """Every setting that divides model, batch and cluster."""
@@ -82,6 +86,9 @@ class Space:
         data = degrees.data(work.cluster.size)
         each = work.batch // data
         sharding = list(self._sharding(work.cluster, degrees, data, node))
+        schedules = [
+            name for name in self.schedules if name == "1f1b" or (degrees.stages > 1 and degrees.virtual in _CHUNKS[name])
+        ]
         recompute = self.recompute if work.sequence_parallel else [word for word in self.recompute if word != "selective"]
         for micro in divisors(each):
             count = each // micro
@@ -89,8 +96,9 @@ class Space:
                 continue
             for zero, group in sharding:
                 for word in recompute:
-                    for offload in self.offload:
-                        yield replace(degrees, micro=micro, zero=zero, group=group, recompute=word, offload=offload)
+                    for offload, schedule in product(self.offload, schedules):
+                        one = replace(degrees, micro=micro, zero=zero, group=group, recompute=word)
+                        yield replace(one, offload=offload, schedule=schedule)
 
     def _sharding(self, cluster: Cluster, degrees: Configuration, data: int, node: int) -> Iterator[tuple[int, int]]:
         ranks = data * degrees.context

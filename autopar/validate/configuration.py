@@ -1,4 +1,4 @@
-"""The configuration of a published run: its cluster, and the fixed configuration that the planner prices."""
+"""The parallelization of a published run: its workload, and the configuration that the planner prices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
 from autopar.cost_models.hardware.cluster_file import GIB
+from autopar.decoders.graphs import RunOptions
 from autopar.ir.plan import Precision
+from autopar.software.configuration import Configuration, Workload
 from autopar.software.stacks import WHOLE_EXPERTS
-from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.validate.architectures import NotExpressed, stated
+from autopar.validate.architectures import NotExpressed, architecture_of, stated
 from autopar.validate.rows import Row
 
 PRESETS = {
@@ -63,8 +64,34 @@ def cluster_of(row: Row) -> Cluster:
 ZERO = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 
 
-def configuration_of(row: Row) -> FixedConfiguration:
-    """The fixed configuration of a row. NotExpressed names what is not stated, or not modelled."""
+_WITHOUT_SEQUENCE_PARALLELISM = ("megatron-lm-2021", "megatron-deepspeed")
+
+
+def workload_of(row: Row) -> Workload:
+    """The workload of a row, on the cluster of its data sheets. NotExpressed names what is not stated, or not modelled."""
+    decoder, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
+    ranks = wanted.data(cluster.size) * wanted.context
+    return Workload(
+        decoder=decoder,
+        layers=stated(row, "layers"),
+        batch=stated(row, "global_batch"),
+        cluster=cluster,
+        precision=Precision(COMPUTE[row.precision], "float32", reduce=reduction_of(row)),
+        options=RunOptions(
+            float8=row.precision in FLOAT8,
+            once=sends_once(row),
+            permuted=dispatcher_permutes(row),
+            fused=fuses_experts(row),
+            ragged=row.routing == "balanced",
+            packed=packed_samples(row),
+        ),
+        whole_experts=row.software_stack.startswith(WHOLE_EXPERTS) or wanted.experts > ranks,
+        sequence_parallel=row.software_stack not in _WITHOUT_SEQUENCE_PARALLELISM,
+    )
+
+
+def configuration_of(row: Row) -> Configuration:
+    """The configuration of a row. NotExpressed names what is not stated, or not modelled."""
     tp, pp, cp = (getattr(row, name) or 1 for name in ("tp", "pp", "cp"))
     if cp > 1 and (row.seq_len or 0) % cp:
         raise NotExpressed(f"cp={cp} does not divide the sequence of {row.seq_len}")
@@ -72,7 +99,7 @@ def configuration_of(row: Row) -> FixedConfiguration:
         raise NotExpressed("the state sharding is not stated")
     if row.precision not in COMPUTE:
         raise NotExpressed(f"precision {row.precision or 'is not stated'}")
-    size, batch, micro = stated(row, "n_gpus"), stated(row, "global_batch"), stated(row, "micro_batch")
+    size, micro = stated(row, "n_gpus"), stated(row, "micro_batch")
     if size % (tp * pp * cp):
         raise NotExpressed(f"tp x pp x cp = {tp * pp * cp} does not divide {size} devices")
     data = size // (tp * pp * cp)
@@ -83,19 +110,23 @@ def configuration_of(row: Row) -> FixedConfiguration:
     sliced_experts = tp > 1 and not (ep > data * cp or row.software_stack.startswith(WHOLE_EXPERTS))
     if ep > (data * cp if sliced_experts else data * cp * tp):
         raise NotExpressed(f"ep={ep} is more than the {data * cp} data ranks")
-    return FixedConfiguration(
-        tp=tp,
-        sliced_experts=sliced_experts,
-        sequence_parallel=bool(row.sequence_parallel) and tp > 1,
-        pp=pp,
+    share = layer_share(row)
+    recompute = recompute_of(row) if share != 0 else "none"
+    again = ("layernorm", "mla_up_proj", *["moe_act"] * recomputes_activation(row)) if recompute == "modules" else ()
+    return Configuration(
+        tensor=tp,
+        sequence_parallel=bool(row.sequence_parallel),
+        context=cp,
+        experts=ep,
+        stages=pp,
         virtual=(row.virtual_pp or 1) if pp > 1 else 1,
         layers=layers_of(row),
         zero=ZERO[row.zero_stage_or_fsdp],
-        zero_group=group if group < data * cp else 0,
-        micro_batches=max(1, -(-batch // (data * micro))),
-        recompute=recompute_of(row),
-        precision=Precision(COMPUTE[row.precision], "float32", reduce=reduction_of(row)),
-        optimizer="adamw",
+        group=group if group < data * cp else 0,
+        micro=micro,
+        recompute=recompute,
+        modules=again,
+        share=share or 1.0,
     )
 
 

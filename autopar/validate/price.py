@@ -9,27 +9,12 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.cost_models.hardware.stack_entries import other_constants
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.decoders.graphs import RECOMPUTED, RunOptions, graph_of, with_marked_layers
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.rules.registry import default_registry
-from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
-from autopar.solve.fixed.candidate import fixed_candidate
-from autopar.validate.architectures import architecture_of, stated
-from autopar.validate.configuration import (
-    FLOAT8,
-    assumed_of,
-    cluster_of,
-    configuration_of,
-    dispatcher_permutes,
-    fuses_experts,
-    layer_share,
-    packed_samples,
-    recomputes_activation,
-    sends_once,
-    uses_cuda_graphs,
-)
+from autopar.software.pricer import Pricer
+from autopar.solve.fixed.block_placements import BlockPlacements
+from autopar.validate.configuration import FLOAT8, assumed_of, configuration_of, uses_cuda_graphs, workload_of
 from autopar.validate.rows import Row
 
 Constants = Mapping[str, float] | None
@@ -89,7 +74,7 @@ class Session:
 
     stack: Stack = stack_of
     _setups: dict[Row, RowSetup | str] = field(default_factory=dict)
-    _placed: dict[object, BlockPlacements] = field(default_factory=dict)
+    _placed: dict[object, dict[object, BlockPlacements]] = field(default_factory=dict)
 
     def setup(self, row: Row) -> RowSetup:
         """The setup of a row. AutoparError with the reason where the row cannot be expressed."""
@@ -104,34 +89,10 @@ class Session:
         return found
 
     def _make(self, row: Row) -> RowSetup:
-        architecture, cluster, wanted = architecture_of(row), cluster_of(row), configuration_of(row)
-        float8, context = row.precision in FLOAT8, row.cp or 1
-        options = RunOptions(
-            float8=float8,
-            recompute_cast=float8 and wanted.recompute == "products",
-            context=context,
-            ep=row.ep or 1,
-            once=sends_once(row),
-            recompute_activation=recomputes_activation(row),
-            permuted=dispatcher_permutes(row),
-            fused=fuses_experts(row),
-            ragged=row.routing == "balanced",
-            packed=packed_samples(row),
-        )
-        graph = graph_of(architecture, stated(row, "layers"), wanted.precision.compute, options)
-        graph = replace(graph, batch=stated(row, "global_batch") * context)
-        share = layer_share(row)
-        if share is not None:
-            graph = with_marked_layers(graph, share)
-            marked = tuple(block.name for block in graph.blocks if block.name.endswith(RECOMPUTED))
-            wanted = replace(wanted, recomputed_blocks=marked, recompute=wanted.recompute if marked else "none")
-        key = (
-            *(tuple(block.name for block in graph.blocks), architecture, options),
-            *(wanted.sliced_experts, wanted.precision.compute, wanted.tp, wanted.sequence_parallel),
-        )
-        if key not in self._placed:
-            self._placed[key] = place_blocks(graph, wanted, default_registry(published=True))
-        return RowSetup(graph, fixed_candidate(graph, cluster, wanted, self._placed[key]), cluster, assumed_of(row))
+        work, wanted = workload_of(row), configuration_of(row)
+        alike = work.decoder, work.options, work.whole_experts, work.precision.compute
+        graph, candidate = Pricer(work, _placed=self._placed.setdefault(alike, {})).candidate(wanted)
+        return RowSetup(graph, candidate, work.cluster, assumed_of(row))
 
     def price(self, rows: Iterable[Row], constants: Constants = None) -> tuple[PricedRow, ...]:
         """The rows with their predicted cost, in order."""

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.software.configuration import Workload
 from autopar.software.measured import MeasuredRun
-from autopar.software.stacks import WHOLE_EXPERTS
+from autopar.validate import configuration
 from autopar.validate.architectures import architecture_of, stated
-from autopar.validate.configuration import (
-    FLOAT8,
-    PRESETS,
-    cluster_of,
-    configuration_of,
-    packed_samples,
-    sends_once,
-)
+from autopar.validate.configuration import PRESETS
 from autopar.validate.price import stack_of
 from autopar.validate.rows import Row
 
-_WITHOUT_SEQUENCE_PARALLELISM = ("megatron-lm-2021", "megatron-deepspeed")
 _PROXY = "reduced-layer proxy"
 
 
@@ -40,19 +32,8 @@ def recipe_of(row: Row) -> str:
 
 def workload_of(row: Row) -> Workload:
     """The workload of a run, with the constants of its software. AutoparError where the run cannot be expressed."""
-    fixed = configuration_of(row)
-    return Workload(
-        decoder=architecture_of(row),
-        layers=stated(row, "layers"),
-        batch=stated(row, "global_batch"),
-        cluster=stack_of(cluster_of(row), row, None),
-        precision=fixed.precision,
-        float8=row.precision in FLOAT8,
-        once=sends_once(row),
-        whole_experts=row.software_stack.startswith(WHOLE_EXPERTS),
-        sequence_parallel=row.software_stack not in _WITHOUT_SEQUENCE_PARALLELISM,
-        packed=packed_samples(row),
-    )
+    work = configuration.workload_of(row)
+    return replace(work, cluster=stack_of(work.cluster, row, None))
 
 
 def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:

@@ -15,6 +15,7 @@ class StateLayout:
         autograd saves of every single operation.
     regathered_operands: a product saves the shard of an operand that it gathered over the tensor axis; its backward gathers it
         again under the product of the input gradient, in no time of its own (arXiv 2205.05198, section 4.2.2).
+    contiguous_operands: attention saves a copy of an operand that is a view of a larger tensor, not that tensor.
     gradient_bytes: bytes of a gradient element, in memory and in its reduction; 0: as the master weight's.
     bfloat16_gradient_bytes: the same for runs in bfloat16, where these differ (DeepSpeed's optimizer for bfloat16 accumulates and
         reduces in float32, the one for float16 in float16); 0: they do not.
@@ -33,6 +34,7 @@ class StateLayout:
     stored_compute: bool = False
     fused_saves: bool = False
     regathered_operands: bool = False
+    contiguous_operands: bool = False
     gradient_bytes: int = 0
     bfloat16_gradient_bytes: int = 0
     master_remainders: bool = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.errors import PlanError
-from autopar.ir.graph import Block
+from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Shard, format_placements
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.operations.table import operation
@@ -76,6 +76,12 @@ def with_least_recompute(
     )
 
 
+def with_all_offloaded(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
+    """Return the plan in which all that the block saves lies in host memory until its backward."""
+    saved = RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions)).saved
+    return replace(plan, offload=tuple(saved))
+
+
 def overwritten_values(block: Block) -> frozenset[str]:
     """Return the values that are not the same in the backward: buffers that the block updates, and views of them."""
     names = {name for name, _ in block.updates}
@@ -83,6 +89,9 @@ def overwritten_values(block: Block) -> frozenset[str]:
         if operation(node.op).view and names & set(node.operands()):
             names.update(value.name for value in node.outputs)
     return frozenset(names)
+
+
+COPY = " (contiguous)"
 
 
 class _BackwardNeeds:
@@ -106,6 +115,9 @@ class _BackwardNeeds:
                 self.producers[value.name, at] = node.name
             for saved in costs.saved_tensors(each):
                 placed = saved.value, saved.placements
+                if self._is_copied(node, placed):
+                    placed = f"{saved.value}{COPY}", saved.placements
+                    self.producers[placed] = node.name
                 self.used.append(self._before_gather(placed))
                 held.append(placed)
                 self.sizes[placed] = saved.bytes
@@ -114,6 +126,13 @@ class _BackwardNeeds:
                     self.sizes[placed] *= self._share_before_gather(node.name, each)
         self.overwritten = overwritten_values(block)
         self.backward = {self.same.find(placed): self.bytes_of(self.same.find(placed)) for placed in held}
+
+    def _is_copied(self, node: Node, placed: PlacedValue) -> bool:
+        """Whether attention saves a copy of an operand, since it is a view of something larger (`contiguous_operands`)."""
+        if not (self.costs.cluster.state_layout.contiguous_operands and operation(node.op).attention):
+            return False
+        name, at = self.same.find(placed)
+        return placed[0] in node.operands() and self.costs.value_bytes(name, at) > self.costs.value_bytes(*placed)
 
     def _before_gather(self, placed: PlacedValue) -> PlacedValue:
         """Return what is saved in place of `placed`: where the software gathers again, the shard that it was gathered from."""
@@ -132,7 +151,7 @@ class _BackwardNeeds:
         return self.costs.value_bytes(*self._before_gather(placed)) / self.costs.value_bytes(*placed)
 
     def bytes_of(self, placed: PlacedValue) -> float:
-        return self.sizes[placed] if placed[0].endswith("+") else self.costs.value_bytes(*placed)
+        return self.sizes[placed] if placed[0].endswith(("+", COPY)) else self.costs.value_bytes(*placed)
 
     def operands(self, producer: str | Conversion) -> Iterator[PlacedValue]:
         """Yield what an operation or a conversion reads."""

@@ -8,7 +8,7 @@ import torch
 import autopar
 from autopar.decoders.modules import Decoder
 from autopar.validate.architectures import architecture_of
-from autopar.validate.configuration import configuration_of
+from autopar.validate.configuration import configuration_of, workload_of
 from autopar.validate.price import Session
 from autopar.validate.rows import Row, bundled_table, read_table
 
@@ -20,7 +20,7 @@ def rows() -> list[Row]:
         if row.precision != "bf16" or (row.cp or 1) > 1 or (row.ep or 1) > 1 or row.act_ckpt == "selective":
             continue
         try:
-            wanted = configuration_of(row)
+            wanted = configuration_of(row).fixed(workload_of(row))
             architecture = architecture_of(row)
         except autopar.AutoparError:
             continue
@@ -34,7 +34,7 @@ def rows() -> list[Row]:
 def test_plan_and_validate_agree(row: Row) -> None:
     (priced,) = Session().price([row])
     assert priced.evaluation is not None and priced.cluster is not None and priced.candidate is not None, priced.skipped
-    wanted, architecture = configuration_of(row), architecture_of(row)
+    wanted, architecture = configuration_of(row).fixed(workload_of(row)), architecture_of(row)
     with torch.device("meta"):
         model = Decoder(architecture, row.layers or 0)
         ids = torch.empty(4, architecture.seq, dtype=torch.int64)

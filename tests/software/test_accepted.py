@@ -17,91 +17,90 @@ from typing import Any
 import pytest
 from support.software import FOLDER
 
-from autopar.decoders.from_config import decoder_named
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.software.choose import choose
 from autopar.software.configuration import Configuration
 from autopar.software.files.text import text_of
 from autopar.software.known.registry import known_software
+from autopar.software.models import model_of
 from autopar.software.record import Job
+from autopar.software.search import FEW
 
 ROOT = Path(__file__).parents[2]
 ACCEPT = ROOT / "tests" / "support" / "software" / "accept.py"
-SMALL = {
-    "accelerate": [Configuration(zero=3, micro=2), Configuration(zero=2, tensor=2, micro=1, recompute="full")],
-    "transformers": [Configuration(zero=3, micro=2, recompute="full"), Configuration(zero=0, micro=1)],
-}
-FULL = {
-    "torchtitan": [
-        *(Configuration(zero=zero, micro=micro, recompute=word) for zero in (2, 3) for micro, word in ((1, "none"), (2, "full"))),
-        *(Configuration(zero=3, tensor=tensor, recompute="products") for tensor in (2, 4, 8)),
-        *(Configuration(zero=3, context=context) for context in (2, 4)),
-        *(Configuration(zero=2, stages=stages, tensor=2) for stages in (2, 4)),
-        Configuration(zero=3, group=8),
-    ],
-    "megatron": [
-        *(Configuration(zero=1, tensor=2, recompute=word) for word in ("none", "selective", "everything")),
-        *(Configuration(zero=1, tensor=8, recompute=word) for word in ("none", "selective", "everything")),
-        *(Configuration(zero=1, tensor=2, stages=2, virtual=virtual) for virtual in (1, 2, 4)),
-        Configuration(zero=1, context=2),
-        Configuration(zero=1, experts=8),
-        Configuration(zero=1, tensor=2, experts=8),
-    ],
-    "deepspeed": [
-        *(Configuration(zero=zero, micro=micro) for zero in range(4) for micro in (1, 2)),
-        *(Configuration(zero=zero, offload=True) for zero in range(4)),
-    ],
-    "accelerate": [
-        *(Configuration(zero=zero, recompute=word) for zero in (2, 3) for word in ("none", "full")),
-        *(Configuration(zero=3, tensor=tensor) for tensor in (2, 4, 8)),
-        *(Configuration(zero=3, context=context) for context in (2, 4)),
-        Configuration(zero=3, group=8), Configuration(zero=3, offload=True), Configuration(zero=0),
-    ],
-    "transformers": [
-        *(Configuration(zero=zero, micro=micro) for zero in (0, 2, 3) for micro in (1, 4)),
-        *(Configuration(zero=zero, micro=micro, recompute="full") for zero in (0, 2, 3) for micro in (1, 4)),
-    ],
-}  # fmt: skip
+CASES = (
+    ("llama3-8b", "dgx-h100:1", 64), ("llama3-8b", "dgx-a100:2", 128), ("llama3-70b", "dgx-h100:8", 128),
+    ("llama3-70b", "dgx-b200:4", 128), ("llama3-405b", "dgx-h100:64", 1024), ("llama3-405b", "gb200-nvl72:2", 576),
+    ("qwen3-0.6b", "rtx-4090:1", 64), ("qwen3-1.7b", "l40s:1", 64), ("qwen3-14b", "dgx-h200:1", 64),
+    ("qwen3-32b", "mi300x:2", 64),
+    ("qwen3-30b-a3b", "dgx-h100:2", 128), ("qwen3-14b", "dgx-b300:1", 128),
+)  # fmt: skip
+"""Models, clusters and batches: all of torchtitan's own registry, so that its configurations are there for all."""
 PACKAGE = {"torchtitan": "torchtitan", "megatron": "megatron", "deepspeed": "deepspeed"}
+INSTALLED = ("accelerate", "transformers")
 
 
-def accepted(name: str, configurations: list[Configuration], folder: Path) -> list[tuple[Configuration, dict[str, Any]]]:
-    """What the software's own class makes of each file."""
+def jobs_of(name: str, number: int) -> list[Job]:
+    """What the software is best set to for each case."""
+    out = []
+    for source, cluster, batch in CASES[:number]:
+        model = model_of(source, 4096, lambda *_: pytest.fail("captured"))
+        found = choose(known_software()[name], model, Cluster.parse(cluster), batch, most=FEW)
+        best = found.ranking.best
+        assert best is not None
+        out.append(found.job_of(best))
+    return out
+
+
+def accepted(name: str, number: int, folder: Path) -> list[tuple[Job, dict[str, Any]]]:
+    """What the software's own class makes of the file of each case."""
     package = PACKAGE.get(name, name)
     if not (FOLDER / package).is_dir() and (name in PACKAGE or importlib.util.find_spec(package) is None):
         pytest.skip(f"no {package} in {FOLDER}: {__doc__.splitlines()[-2] if __doc__ else ''}")
-    software, paths = known_software()[name], []
-    for number, each in enumerate(configurations):
-        mixture = each.experts > 1
-        model = "qwen3-30b-a3b" if mixture else "llama3-8b"
-        job = Job(each, devices=64, batch=512, seq=4096, model=model, decoder=decoder_named(model, 4096))
-        texts = {software.file: text_of(software.style, software.write(job)), **software.also(job)}
-        path = folder / f"{number}.{software.file}"
+    software, paths, jobs = known_software()[name], [], jobs_of(name, number)
+    for place, job in enumerate(jobs):
+        texts = {software.file: text_of(software.style, software.write(job)), **software.beside(job), **software.also(job)}
+        path = folder / f"{place}.{software.file}"
         path.write_text(texts.get("torchtitan_arguments.txt", texts[software.file]))
+        for file, text in software.beside(job).items():
+            (folder / f"{place}.{file}").write_text(text)
+        path.with_name(f"{path.name}.case").write_text(json.dumps({"devices": job.devices, "sizes": sizes_of(job)}))
         paths.append(str(path))
-    environment = os.environ | {"PYTHONPATH": str(FOLDER), "RANKS": "64", "WORLD_SIZE": "64" if name == "deepspeed" else "1"}
+    environment = os.environ | {"PYTHONPATH": str(FOLDER)}
     command = [sys.executable, str(ACCEPT), name, *paths]
     run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=560, check=False)
     line = next((line for line in run.stdout.splitlines() if line.startswith("accepted ")), "")
     assert line, f"{run.stdout[-2000:]}\n{run.stderr[-3000:]}"
-    return list(zip(configurations, json.loads(line.removeprefix("accepted ")), strict=True))
+    return list(zip(jobs, json.loads(line.removeprefix("accepted ")), strict=True))
 
 
-def compare(name: str, pairs: list[tuple[Configuration, dict[str, Any]]]) -> None:
-    for each, found in pairs:
+def sizes_of(job: Job) -> dict[str, Any]:
+    """Sizes as Megatron names them."""
+    assert job.decoder is not None
+    each = job.decoder.sizes
+    out = {"num_layers": job.decoder.layers, "hidden_size": each.hidden, "num_attention_heads": each.heads}
+    out |= {"num_query_groups": each.kv_heads, "add_bias_linear": False}
+    return out | ({"num_moe_experts": each.experts, "moe_router_topk": each.top_k} if each.experts else {})
+
+
+def compare(name: str, pairs: list[tuple[Job, dict[str, Any]]]) -> None:
+    for job, found in pairs:
+        each = job.configuration
         wanted = {field: getattr(each, field) for field in Configuration.__dataclass_fields__}
-        wanted |= {"batch": 512, "devices": 64, "steps": 512 // (64 * each.micro)}
+        wanted |= {"batch": job.batch, "devices": job.devices, "steps": job.steps}
         if "shards" in found:
-            ranks = each.data(64) * each.context
+            ranks = job.data * each.context
             wanted |= {"shards": (each.group or ranks) // each.context, "replicas": ranks // (each.group or ranks)}
-        assert {key: wanted[key] for key in found} == found, f"{name}: {each}"
+        assert {key: wanted[key] for key in found} == found, f"{name}: {job.model} {each}"
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_the_installed_packages_take_what_is_written(name: str, tmp_path: Path) -> None:
-    compare(name, accepted(name, SMALL[name], tmp_path))
+    compare(name, accepted(name, 2, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FULL)
-def test_all_take_twelve_configurations(name: str, tmp_path: Path) -> None:
-    assert len(FULL[name]) == 12
-    compare(name, accepted(name, FULL[name], tmp_path))
+@pytest.mark.parametrize("name", [*PACKAGE, *INSTALLED])
+def test_all_take_twelve_cases(name: str, tmp_path: Path) -> None:
+    assert len(set(CASES)) == 12
+    compare(name, accepted(name, 12, tmp_path))

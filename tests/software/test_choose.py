@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def test_what_is_left_out_is_not_faster() -> None:
     every = list(software.space.configurations(pricer.work))
     found = rank(pricer, every, most=100)
     assert found.left == 0 and len(found.priced) < len(every)
-    least = min(priced.evaluation.step_seconds for each in every if (priced := pricer.price(each, exactly=False)).fits)
+    least = min(priced.evaluation.step_seconds for each in every if (priced := pricer.price(each)).fits)
     assert found.best is not None and found.best.evaluation.step_seconds <= least * 1.001
 
 
@@ -64,7 +66,7 @@ def test_the_least_is_below_the_price() -> None:
     job = Job(devices=16, batch=32, seq=4096, decoder=model.decoder)
     pricer = Pricer(workload_of(software, job, model, cluster))
     for each in list(software.space.configurations(pricer.work))[::40]:
-        least, priced = pricer.least(each), pricer.price(each, exactly=False)
+        least, priced = pricer.least(each), pricer.price(each)
         assert least.seconds <= priced.evaluation.step_seconds * 1.02, each
         assert least.bytes <= priced.least_bytes * 1.02, each
 
@@ -74,7 +76,7 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
     with pytest.raises(Infeasible, match="does not fit"):
         choose(known_software()["transformers"], model, cluster, 8, most=4)
     with pytest.raises(AutoparError, match="no degrees"):
-        choose(known_software()["transformers"], small(), cluster, 7, most=4)
+        choose(known_software()["deepspeed"], small(), cluster, 7, most=4)
     with pytest.raises(AutoparError, match="has no fp8"):
         choose(known_software()["deepspeed"], small(), cluster, 8, "fp8")
 
@@ -135,3 +137,17 @@ def test_words_of_a_configuration() -> None:
 def test_a_model_that_is_no_decoder_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "bert-tiny", "--cluster", "local:4", "--batch", "16", "--for", "transformers", "--json"]) == 0
     assert '"per_device_train_batch_size"' in capsys.readouterr().out.replace("\\", "")
+
+
+def test_a_decoder_is_judged_without_capture(tmp_path: Path) -> None:
+    """What a price does not need is not imported."""
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    names = ["autopar.capture.capture", "transformers"]
+    code = (
+        "import sys; from autopar.cli import main; "
+        f"main(['fit', {str(path)!r}, '--model', 'qwen3-0.6b', '--cluster', 'dgx-h100:1']); "
+        f"print([name for name in {names} if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"

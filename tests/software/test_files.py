@@ -32,6 +32,9 @@ CONFIGURATIONS = (
     Configuration(zero=1, experts=8, micro=2),
     Configuration(zero=1, tensor=2, stages=4, micro=1),
     Configuration(zero=2, tensor=8, micro=1),
+    Configuration(zero=3, tensor=4, micro=2),
+    Configuration(zero=1, micro=1, host_layers=8),
+    Configuration(zero=1, tensor=2, micro=1, recompute="modules", modules=("mlp", "layernorm")),
 )
 
 
@@ -47,10 +50,15 @@ def expressible(software: Software, job: Job) -> bool:
     pairs = ((each.tensor, space.tensor), (each.context, space.context), (each.experts, space.experts))
     degrees = [degree > 1 and not has for degree, has in pairs]
     pipeline = each.stages > 1 and (not space.pipeline or (space.most_chunks and each.virtual > space.most_chunks))
-    state = each.zero not in (*space.zero, 0) or (each.group and not space.hybrid)
+    zero = (*space.zero, 0, *[3] * (software.name == "megatron" and each.stages == 1))
+    state = each.zero not in zero or (each.group and not space.hybrid)
     state = state or (each.zero == 0 and software.name == "torchtitan")
-    again = each.recompute not in space.recompute
-    return not (any(degrees) or pipeline or state or again or (each.offload and software.name not in ("deepspeed", "accelerate")))
+    state = state or (each.tensor > 1 and each.zero == 2 and software.name == "transformers")
+    again = each.recompute not in (*space.recompute, *["modules"] * (software.name == "megatron")) or (
+        each.host_layers and software.name != "megatron"
+    )
+    offload = each.offload and software.name not in ("deepspeed", "accelerate")
+    return not (any(degrees) or pipeline or state or again or offload)
 
 
 CASES = [
@@ -66,6 +74,8 @@ def test_what_is_written_is_read_back(name: str, index: int, tmp_path: Path) -> 
     software, job = known_software()[name], job_of(CONFIGURATIONS[index])
     path = tmp_path / software.file
     path.write_text(text_of(software.style, software.write(job), "a comment"))
+    for file, text in software.beside(job).items():
+        (tmp_path / file).write_text(text)
     found, _, again = read_job(str(path), Given(devices=64, batch=512, seq=4096, micro=job.configuration.micro))
     assert found.name == name
     wanted = job.configuration
@@ -99,6 +109,8 @@ def test_a_change_of_a_file_is_what_it_is_said_to_be(name: str, index: int, tmp_
     given = Given(devices=64, batch=512, seq=4096, micro=then.configuration.micro)
     _, entries, _ = read_job(str(path), given)
     path.write_text(changed_text(entries, software.write(then), software.write(now)))
+    for file, text in software.beside(then).items():
+        (tmp_path / file).write_text(text)
     _, _, again = read_job(str(path), given)
     assert replace(again.configuration, sequence_parallel=True) == replace(then.configuration, sequence_parallel=True)
 

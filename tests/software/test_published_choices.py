@@ -15,7 +15,7 @@ from autopar.validate.published import comparable_runs, recipe_of, workload_of
 EACH = 4
 """Of all groups, each so many-th: all of them take ten minutes."""
 NEARLY = 0.97
-"""Micro-batches of some runs do not divide their batch, which the space does not have: 2.6 % at most (15 of 257 groups)."""
+"""Of some runs the share of recomputed layers is computed from their HFU, which the space does not have."""
 
 
 @pytest.mark.slow

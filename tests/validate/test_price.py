@@ -22,7 +22,7 @@ from autopar.decoders.graphs import RECOMPUTED, RunOptions, captured, graph_of
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
 from autopar.validate.architectures import NotExpressed, architecture_of
-from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of
+from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of, workload_of
 from autopar.validate.memory_measures import predicted_bytes
 from autopar.validate.price import price_rows
 from autopar.validate.report import report
@@ -31,7 +31,8 @@ from autopar.validate.rows import Row
 
 def test_configuration_by_hand() -> None:
     """176B on 384 A100: 12 stages of 8 tensor ranks leave 4 data ranks; 2048 sequences are 4 x 128 micro-batches of 4."""
-    wanted = configuration_of(row("bloom-020", global_batch=2048, micro_batch=4, n_gpus=384, tp=8, pp=12))
+    each = row("bloom-020", global_batch=2048, micro_batch=4, n_gpus=384, tp=8, pp=12)
+    wanted = configuration_of(each).fixed(workload_of(each))
     assert (wanted.tp, wanted.pp, wanted.micro_batches, wanted.zero) == (8, 12, 128, 1)
     assert wanted.precision.compute == "float16" and wanted.precision.master == "float32"
     assert wanted.recompute == "everything", "Megatron runs a layer from end to end again"
@@ -52,9 +53,9 @@ def test_a_rows_cluster_is_the_planners(gpu: str, preset: str, devices: int) -> 
 def test_state_groups() -> None:
     """HSDP without a number is one node; a group as large as all data ranks is none."""
     plain = {"n_gpus": 32, "tp": 1, "pp": 1, "cp": 1, "micro_batch": 1, "global_batch": 32}
-    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", **plain)).zero_group == 8
-    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", zero_group_size=16, **plain)).zero_group == 16
-    assert configuration_of(row("fms-001", zero_stage_or_fsdp="zero3", zero_group_size=32, **plain)).zero_group == 0
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", **plain)).group == 8
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="hsdp", zero_group_size=16, **plain)).group == 16
+    assert configuration_of(row("fms-001", zero_stage_or_fsdp="zero3", zero_group_size=32, **plain)).group == 0
 
 
 def test_networks_and_variants() -> None:

@@ -10,7 +10,7 @@ from support.oracles.published_rows import row, session
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Node, Ref, Value
 from autopar.operations.attention import attention_flops
-from autopar.validate.configuration import SQUAD_TOKENS, configuration_of, packed_samples
+from autopar.validate.configuration import SQUAD_TOKENS, packed_samples, workload_of
 from autopar.validate.constants import Constants
 from autopar.validate.price import Session
 from autopar.validate.rows import Row
@@ -24,7 +24,7 @@ def seconds(each: Row, by: Session | None = None) -> float:
 
 @pytest.mark.parametrize(("name", "reduce"), [("fms-019", "bfloat16"), ("lf-001", "bfloat16"), ("tt-001", ""), ("ie-001", "")])
 def test_gradients_are_summed_in_the_dtype_of_the_software(name: str, reduce: str) -> None:
-    assert configuration_of(row(name)).precision.reduce == reduce
+    assert workload_of(row(name)).precision.reduce == reduce
 
 
 def test_a_sum_in_bfloat16_is_half_of_what_crosses_nodes() -> None:

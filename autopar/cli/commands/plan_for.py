@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.errors import AutoparError
     from autopar.files import write_whole
-    from autopar.software.choose import choose, files_of
+    from autopar.software.choose import choose, costs_of_lacks, files_of
     from autopar.software.known.registry import software_named
     from autopar.software.models import model_of
 
@@ -41,7 +42,8 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     best = found.ranking.best
     assert best is not None
     files = files_of(found, best)
-    _show(found, best, console)
+    costs = costs_of_lacks(found)
+    _show(found, best, costs, console)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -49,11 +51,15 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
             console.text(f"written to {folder / name}")
     else:
         console.code(f"\n{software.file}:\n{files[software.file]}")
-    console.document(_document(found, files))
+    console.document(_document(found, files, costs))
     return 0
 
 
-def _show(found: Choice, best: PricedConfiguration, console: Console) -> None:
+def _gain(share: float) -> str:
+    return percent(share) if share else "nothing"
+
+
+def _show(found: Choice, best: PricedConfiguration, costs: Sequence[tuple[str, float | None]], console: Console) -> None:
     from autopar.software.jobs import constants_note
     from autopar.software.models import Model
     from autopar.software.residuals import step_interval
@@ -84,7 +90,8 @@ def _show(found: Choice, best: PricedConfiguration, console: Console) -> None:
         f"{found.ranking.counted} configurations, {len(found.ranking.priced)} priced; the others cannot be faster or do not fit"
         + (f", but {found.ranking.left}, which were left out" if found.ranking.left else "")
     )
-    console.text(f"it cannot express: {software.lacks}")
+    said = ", ".join(f"{words} ({'not priced' if share is None else _gain(share)})" for words, share in costs)
+    console.text(f"it cannot express, and what that costs of a step: {said}")
     note = constants_note(software, Model(job.model, job.seq, job.decoder), found.work.cluster)
     if note:
         console.text(f"note: {note}")
@@ -111,7 +118,7 @@ def _why(each: PricedConfiguration, best: PricedConfiguration) -> str:
     )
 
 
-def _document(found: Choice, files: dict[str, str]) -> dict[str, Any]:
+def _document(found: Choice, files: dict[str, str], costs: Sequence[tuple[str, float | None]]) -> dict[str, Any]:
     return {
         "software": found.software.name,
         "model": found.job.model,
@@ -131,5 +138,5 @@ def _document(found: Choice, files: dict[str, str]) -> dict[str, Any]:
             for each in found.ranking.priced
         ],
         "files": files,
-        "lacks": found.software.lacks,
+        "lacks": [{"what": words, "step_share": share} for words, share in costs],
     }

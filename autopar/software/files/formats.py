@@ -166,13 +166,20 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
     return _VARIABLE.sub(lambda found: variables.get(found[1], found[2] or ""), text)
 
 
+_OVERRIDE = re.compile(
+    r"(?:^|[\s\"'+])(?:cfg\.|config\.)?([A-Za-z_]\w*(?:\.\w+)+|mixed_precision)\s*=(?!=)\s*"
+    r"(\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\w+\([^()]*\)|[^\s\"'\\]+)"
+)
+"""Of keys without a section one alone is a knob: the name of a precision, or a function that gives it."""
+
+
 def _overrides(text: str) -> dict[str, Entry]:
     """``a.b=1``, one or several a line, as Hydra and Megatron Bridge take them; and ``cfg.a.b = 1`` of a recipe in Python."""
     out: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         code = re.sub(r"(^|\s)#.*", "", line)
         for key, value in re.findall(
-            r"(?:^|[\s\"'+])(?:cfg\.|config\.)?([A-Za-z_]\w*(?:\.\w+)+)\s*=(?!=)\s*(\[[^\]]*\]|\"[^\"]*\"|'[^']*'|[^\s\"'\\]+)",
+            _OVERRIDE,
             code,
         ):
             out[key] = Entry(_literal(value), number)

@@ -7,27 +7,16 @@ from typing import Any
 
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
-from autopar.software.known.common import batch_divides, context_divides, heads_divide, kv_heads_divide, world_size
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.known.common import batch_divides, context_divides, heads_divide, keys_of, kv_heads_divide, world_size
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83"
 _PARALLEL = Source(_REPOSITORY, "src/accelerate/parallelism_config.py", _COMMIT)
 _PLUGIN = Source(_REPOSITORY, "src/accelerate/utils/dataclasses.py", _COMMIT)
+ON_DEVICES = Source(_REPOSITORY, "src/accelerate/state.py", _COMMIT)
+"""Where FSDP is refused on CPUs: only kinds with devices become ``DistributedType.FSDP``."""
 _SIZES = "parallelism_config.parallelism_config_"
-_FSDP_KEYS = (
-    *("fsdp_activation_checkpointing", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_cpu_ram_efficient_loading"),
-    *("fsdp_forward_prefetch", "fsdp_ignored_modules", "fsdp_offload_params", "fsdp_reshard_after_forward", "fsdp_version"),
-    *("fsdp_sharding_strategy", "fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap"),
-    *("fsdp_use_orig_params", "fsdp_min_num_params", "fsdp_backward_prefetch_policy"),
-)
-_PARALLEL_KEYS = tuple(
-    f"parallelism_config_{name}"
-    for name in (
-        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend"),
-        *("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
-    )
-)
 _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_XPU", "MULTI_NPU", "TP")
 
 
@@ -44,6 +33,11 @@ RULES = (
     batch_divides(_PLUGIN),
     context_divides(_PARALLEL),
     Constraint("tp or cp beside data parallelism without sharding: set dp_shard_size above 1", _composes, _PARALLEL),
+    Constraint(
+        "FSDP needs devices, and a CPU is none: take ZeRO 0, or --for deepspeed",
+        lambda job, _: not job.cpu or not job.configuration.zero,
+        ON_DEVICES,
+    ),
     Constraint("it has no pipeline stages: use megatron or torchtitan", lambda job, _: job.configuration.stages == 1, _PARALLEL),
 )
 
@@ -55,7 +49,7 @@ def recognizes(entries: Entries) -> bool:
 
 def read(entries: Entries, given: Given) -> Job:
     """The job. Batch sizes are the script's: the caller's, or one sequence."""
-    entries.check_known({"fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLEL_KEYS})
+    entries.check_known(keys_of("accelerate"))
     kind = entries.word("distributed_type", of=_TYPES, default="NO")
     devices = entries.whole("num_processes", default=given.devices or 1)
     if kind == "DEEPSPEED":
@@ -128,7 +122,8 @@ def write(job: Job) -> dict[str, Any]:
     sharded = each.group or job.data * each.context
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if each.zero else "MULTI_GPU",
+        "distributed_type": "FSDP" if each.zero else "MULTI_CPU" if job.cpu else "MULTI_GPU",
+        "use_cpu": True if job.cpu else None,
         "mixed_precision": "no" if job.precision == "fp32" else job.precision,
         "num_machines": 1,
         "num_processes": job.devices,
@@ -165,15 +160,19 @@ ACCELERATE = Software(
     title="accelerate (FSDP2)",
     style="yaml",
     file="accelerate.yaml",
-    space=Space((3, 2), ("none", "full"), tensor=True, context=True, hybrid=True),
+    space=Space((3, 2, 0), ("none", "full"), tensor=True, context=True, hybrid=True),
     rules=RULES,
     stack=_stack,
     recognizes=recognizes,
     read=read,
     write=write,
     run="accelerate launch --config_file accelerate.yaml train.py (batch size and accumulation are the script's)",
-    lacks="pipelines, expert parallelism, sequence parallelism beside tp, recomputation of a part of a layer",
-    known={"fsdp_config": _FSDP_KEYS, "parallelism_config": _PARALLEL_KEYS},
+    lacks=(
+        Lack("pipelines", {"pipeline": True}),
+        Lack("expert parallelism", {"experts": True}),
+        Lack("sequence parallelism beside tp", {"tensor": True}, sequence_parallel=True),
+        Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
+    ),
     sequence_parallel=False,
 )
 """Nothing of the public table was run with accelerate: its programs are plain PyTorch under FSDP2, as ours, so our constants

@@ -1,9 +1,23 @@
-"""Rules that several software share, and words for their precisions."""
+"""Rules that several software share, and the keys of their files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+
+import yaml
+
 from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.record import Constraint, Job, Source
+
+
+@lru_cache(maxsize=8)
+def keys_of(software: str) -> Mapping[str, list[str]]:
+    """The keys that files of a software may have, by section (empty: outside of all sections): ``data/keys.yaml``."""
+    text = (files("autopar.software") / "data" / "keys.yaml").read_text(encoding="utf-8")
+    sections: dict[str, str] = yaml.safe_load(text)[software]
+    return {section if section != "top" else "": words.split() for section, words in sections.items()}
 
 
 def world_size(source: Source) -> Constraint:

@@ -4,65 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.decoders.decoder import Architecture
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
-from autopar.software.known.common import batch_divides, heads_divide, world_size
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.known.common import batch_divides, heads_divide, keys_of, world_size
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 
 _REPOSITORY, _COMMIT = "deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
 _CONFIG = Source(_REPOSITORY, "deepspeed/runtime/config.py", _COMMIT)
 _ZERO = Source(_REPOSITORY, "deepspeed/runtime/zero/config.py", _COMMIT)
-_TOP = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler", "fp16"),
-    *(
-        "bf16",
-        "amp",
-        "gradient_clipping",
-        "zero_optimization",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-    ),
-    *(
-        "communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "sparse_gradients",
-        "dump_state",
-        "flops_profiler",
-    ),
-    *("activation_checkpointing", "data_types", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "tensor_parallel"),
-    *("zero_force_ds_cpu_optimizer", "zero_optimization.stage", "sequence_parallel_size", "compile", "seed", "autotuning"),
-)
-_STAGE = (
-    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size"),
-    *("overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer", "sub_group_size"),
-    *(
-        "cpu_offload",
-        "cpu_offload_params",
-        "cpu_offload_use_pin_memory",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-    ),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
-    *("stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients"),
-    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size", "zenflow"),
-    *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
-    *(
-        "stage3_model_persistence_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "zero_nontrainable_weights",
-        "super_offload",
-    ),
-    *(
-        "use_multi_rank_bucket_allreduce",
-        "gather_16bit_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "cpuadam_cores_perc",
-    ),
-)
 
 RULES = (
     world_size(_CONFIG),
@@ -83,6 +34,8 @@ RULES = (
 _BUCKET = 5e8
 """Elements of a bucket of gradients where the file does not say it (`reduce_bucket_size`, deepspeed/runtime/zero/config.py)."""
 _LEAST_BUCKET = 2**16
+_LIVE = 1e9
+"""Elements that ZeRO-3 keeps gathered where the file does not say it (`stage3_max_live_parameters`)."""
 
 
 def recognizes(entries: Entries) -> bool:
@@ -99,12 +52,8 @@ def recognizes(entries: Entries) -> bool:
 
 def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     """The job; values that are ``auto`` come from the caller."""
-    sections = (
-        {"": (*_TOP, *entries.used), f"{prefix}zero_optimization": _STAGE}
-        if not prefix
-        else {f"{prefix}zero_optimization": _STAGE}
-    )
-    entries.check_known(sections)
+    keys = keys_of("deepspeed")
+    entries.check_known({f"{prefix}zero_optimization": keys["zero_optimization"]} | ({} if prefix else {"": keys[""]}))
     values = {key: entry for key, entry in entries.values.items() if entry.value != "auto"}
     automatic = sorted(set(entries.values) - set(values))
     entries = Entries(entries.path, entries.style, entries.text, values, entries.used)
@@ -133,6 +82,9 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     bucket = entries.raw(f"{prefix}zero_optimization.reduce_bucket_size") or _BUCKET
     if stage and isinstance(bucket, int | float) and bucket >= _BUCKET:
         assumed.append(f"reduce_bucket_size {bucket:.1e}: its buffer, {2 * bucket / 2**30:.1f} GiB in 16 bits, is not counted")
+    live = entries.raw(f"{prefix}zero_optimization.stage3_max_live_parameters") or _LIVE
+    if stage == 3 and isinstance(live, int | float) and live >= _LIVE:
+        assumed.append(f"stage3_max_live_parameters {live:.1e}: so many gathered ones are not counted")
     checkpointing = any(key.startswith(f"{prefix}activation_checkpointing") for key in entries.values)
     if checkpointing:
         assumed.append("layers are recomputed, as activation_checkpointing is set up")
@@ -158,11 +110,19 @@ def read(entries: Entries, given: Given, prefix: str = "") -> Job:
     )  # fmt: skip
 
 
+def _layer_elements(sizes: Architecture) -> int:
+    """Elements of a layer's matrices."""
+    attention = sizes.hidden * sizes.head_dim * 2 * (sizes.heads + sizes.kv_heads)
+    return attention + sizes.hidden * (3 if sizes.gated else 2) * (sizes.ffn * max(1, sizes.experts) + sizes.shared_ffn)
+
+
 def write(job: Job) -> dict[str, Any]:
     """The keys of the JSON. Buckets have the size of a square matrix of the model, as the Trainer makes them: DeepSpeed allocates
-    them whole, and their default of 5e8 elements is a gigabyte."""
+    them whole, and their default of 5e8 elements is a gigabyte. ZeRO-3 keeps two layers gathered, as is priced; by default 1e9
+    elements, all of a small model (`stage3_max_live_parameters`)."""
     each = job.configuration
     bucket = max(job.decoder.sizes.hidden**2, _LEAST_BUCKET) if job.decoder is not None else None
+    live = 2 * _layer_elements(job.decoder.sizes) if job.decoder is not None and each.zero == 3 else None
     return {
         "train_batch_size": job.batch,
         "train_micro_batch_size_per_gpu": each.micro,
@@ -173,6 +133,8 @@ def write(job: Job) -> dict[str, Any]:
         "zero_optimization.overlap_comm": True if each.zero else None,
         "zero_optimization.contiguous_gradients": True if each.zero else None,
         "zero_optimization.reduce_bucket_size": bucket if each.zero else None,
+        "zero_optimization.stage3_max_live_parameters": live,
+        "zero_optimization.stage3_max_reuse_distance": live,
         "zero_optimization.zero_hpz_partition_size": each.group or None,
         "zero_optimization.offload_optimizer.device": "cpu" if each.offload else None,
         "zero_optimization.offload_optimizer.pin_memory": True if each.offload else None,
@@ -197,6 +159,11 @@ DEEPSPEED = Software(
     read=read,
     write=write,
     run="deepspeed train.py --deepspeed_config ds_config.json; with recomputation, call model.gradient_checkpointing_enable()",
-    lacks="tensor, context and expert parallelism, pipelines, recomputation of a part of a layer (in this file)",
-    known={"": _TOP, "zero_optimization": _STAGE},
+    lacks=(
+        Lack("tensor parallelism", {"tensor": True}, sequence_parallel=True),
+        Lack("context parallelism", {"context": True}),
+        Lack("expert parallelism", {"experts": True}),
+        Lack("pipelines (in this file)", {"pipeline": True}),
+        Lack("recomputation of a part of a layer", {"recompute": ("products",)}),
+    ),
 )

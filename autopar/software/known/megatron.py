@@ -18,9 +18,10 @@ from autopar.software.known.common import (
     kv_heads_divide,
     world_size,
 )
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 from autopar.software.stacks import software_of
+from autopar.solve.fixed.recomputation import MODULES
 
 _LM, _COMMIT = "NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
 _ARGUMENTS = Source(_LM, "megatron/training/arguments.py", _COMMIT)
@@ -30,13 +31,18 @@ _SCHEDULES = Source(_LM, "megatron/core/pipeline_parallel/schedules.py", _COMMIT
 _BRIDGE = Source("NVIDIA-NeMo/Megatron-Bridge", "src/megatron/bridge/recipes", "067f987df03b8355b03192d88d70f1709fedf51a")
 
 _SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
-_MODULES = {"layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts"}
 
 
 def _layers_split(job: Job, model: RecognizedDecoder | None) -> bool:
     """Every chunk has a layer, or the layout says what it has."""
     each = job.configuration
     return model is None or each.stages * each.virtual <= model.layers + 2
+
+
+def _offloads(job: Job, model: RecognizedDecoder | None) -> bool:
+    each = job.configuration
+    few = model is None or each.host_layers < model.layers
+    return not each.host_layers or (few and each.stages == 1 and each.recompute == "none")
 
 
 RULES = (
@@ -65,6 +71,11 @@ RULES = (
         "several chunks a stage need pp of at least 2: take out the virtual pipeline",
         lambda job, _: job.configuration.virtual == 1 or job.configuration.stages > 1,
         _ARGUMENTS,
+    ),
+    Constraint(
+        "cpu_offloading of {host_layers} layers goes with one stage, without recomputation, and with fewer than {layers} layers",
+        _offloads,
+        _TRANSFORMER,
     ),
     Constraint(
         "ep={experts} with tp={tensor} needs --sequence-parallel",
@@ -109,7 +120,7 @@ def read(entries: Entries, given: Given) -> Job:
     layout = layers_of(str(entries.raw(*_name("pipeline-model-parallel-layout")) or ""))
     if len(layout) > 1:
         virtual = max(1, len(layout) // stages)
-    word, share = _recompute(entries, layers // max(1, stages * max(1, virtual)) if layers else 0)
+    word, share, modules = _recompute(entries, layers // max(1, stages * max(1, virtual)) if layers else 0)
     sharding = entries.word(*_name("data-parallel-sharding-strategy"), default="optim_grads_params")
     fsdp = truth("use-torch-fsdp2") or truth("use-megatron-fsdp") or truth("use-custom-fsdp")
     zero = (
@@ -118,8 +129,11 @@ def read(entries: Entries, given: Given) -> Job:
         else int(truth("use-distributed-optimizer", bridge))
     )
     micro, batch = whole("micro-batch-size", given.micro or 1), whole("global-batch-size", given.batch)
-    if truth("cpu-offloading"):
-        assumed.append("activations that cpu_offloading moves to the host count as if they stayed")
+    unpriced = [name for name in modules if name not in (*MODULES, "moe_act")]
+    if unpriced:
+        assumed.append(f"{', '.join(unpriced)}: saved, where the file recomputes it")
+    if truth("fine-grained-activation-offloading"):
+        assumed.append("what offload_modules move to the host counts as if it stayed")
     devices = given.devices or whole("world-size") or _script_devices(entries)
     data = max(1, devices // (tensor * stages * context))
     if not batch:
@@ -130,9 +144,11 @@ def read(entries: Entries, given: Given) -> Job:
     )
     precision = "fp8" if fp8 else "fp16" if truth("fp16") else "bf16" if bridge or truth("bf16", False) else "fp32"
     seq = entries.whole(*_name("seq-length"), "dataset.seq_length", "dataset.sequence_length", default=given.seq)
+    on_host = whole("cpu-offloading-num-layers", least=0) if truth("cpu-offloading") else 0
     configuration = Configuration(
         tensor=tensor, context=context, experts=experts, stages=stages, virtual=max(1, virtual), zero=zero, micro=micro,
-        recompute=given.recompute or word, share=share, offload=truth("optimizer-cpu-offload"),
+        recompute=given.recompute or word, share=share, modules=modules if not given.recompute else (),
+        host_layers=on_host, offload=truth("optimizer-cpu-offload"),
         layers=layout if _is_dealt(layout, stages * max(1, virtual), layers) else (),
         sequence_parallel=truth("sequence-parallel", False) and tensor > 1,
     )  # fmt: skip
@@ -158,22 +174,22 @@ def _script_devices(entries: Entries) -> int:
         return 0
 
 
-def _recompute(entries: Entries, layers: int) -> tuple[str, float]:
-    """(word of `FixedConfiguration.recompute`, share of the layers)."""
+def _recompute(entries: Entries, layers: int) -> tuple[str, float, tuple[str, ...]]:
+    """(word of `FixedConfiguration.recompute`, share of the layers, modules of a layer)."""
     granularity = entries.word(*_name("recompute-granularity"), of=("full", "selective", "", "None", "none", "null"), default="")
     if entries.truth(*_name("recompute-activations"), default=False):
         granularity = "selective"
     modules = entries.raw(*_name("recompute-modules"))
-    names = set(
+    names = tuple(
         modules if isinstance(modules, list) else str(modules or "").strip("[]").replace(",", " ").replace("'", "").split()
     )
     if granularity == "full":
         number = entries.whole(*_name("recompute-num-layers"), default=1)
         block = entries.word(*_name("recompute-method"), default="uniform") == "block"
-        return "everything", min(1.0, number / layers) if block and layers else 1.0
+        return "everything", min(1.0, number / layers) if block and layers else 1.0, ()
     if granularity == "selective" or names:
-        return ("modules" if names & _MODULES else "selective"), 1.0
-    return "none", 1.0
+        return ("selective", 1.0, ()) if set(names) <= {"core_attn"} else ("modules", 1.0, names)
+    return "none", 1.0, ()
 
 
 def _decoder(entries: Entries, assumed: list[str]) -> RecognizedDecoder:
@@ -257,13 +273,17 @@ def write(job: Job) -> dict[str, Any]:
         "micro-batch-size": each.micro,
         "global-batch-size": job.batch,
         "seq-length": job.seq,
-        "use-distributed-optimizer": True if each.zero == 1 else None,
+        "use-distributed-optimizer": True if each.zero else None,
+        "use-megatron-fsdp": True if each.zero > 1 else None,
+        "data-parallel-sharding-strategy": {2: "optim_grads", 3: "optim_grads_params"}.get(each.zero),
         "overlap-grad-reduce": True if job.data * each.context > 1 else None,
         "overlap-param-gather": True if each.zero == 1 and job.data * each.context > 1 else None,
         "recompute-granularity": "full" if full else "selective" if each.recompute in ("selective", "modules") else None,
         "recompute-method": "uniform" if full else None,
         "recompute-num-layers": 1 if full else None,
-        "recompute-modules": "core_attn" if each.recompute == "selective" else None,
+        "recompute-modules": "core_attn" if each.recompute == "selective" else " ".join(each.modules) or None,
+        "cpu-offloading": True if each.host_layers else None,
+        "cpu-offloading-num-layers": each.host_layers or None,
         "tp-comm-overlap": True if each.tensor > 1 and job.async_tp else None,
         "optimizer-cpu-offload": True if each.offload else None,
         "bf16": True if job.precision in ("bf16", "fp8") else None,
@@ -277,7 +297,8 @@ _BRIDGE_NAMES = {
     **{"micro-batch-size": "train.micro_batch_size", "global-batch-size": "train.global_batch_size"},
     **{"tp-comm-overlap": "comm_overlap.tp_comm_overlap", "optimizer-cpu-offload": "optimizer.optimizer_cpu_offload"},
     **{f"overlap-{name}": f"ddp.overlap_{name.replace('-', '_')}" for name in ("grad-reduce", "param-gather")},
-    **{"use-distributed-optimizer": "ddp.use_distributed_optimizer"},
+    **{name: f"ddp.{name.replace('-', '_')}" for name in ("use-distributed-optimizer", "use-megatron-fsdp")},
+    **{"data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy"},
 }
 
 
@@ -288,7 +309,7 @@ def write_bridge(job: Job) -> dict[str, Any]:
         if key not in ("bf16", "fp16", "fp8-format", "overlap-grad-reduce", "overlap-param-gather"):
             out[_BRIDGE_NAMES.get(key, f"model.{key.replace('-', '_')}")] = value
     if out.get("model.recompute_modules"):
-        out["model.recompute_modules"] = [out["model.recompute_modules"]]
+        out["model.recompute_modules"] = out["model.recompute_modules"].split()
     return out
 
 
@@ -321,7 +342,11 @@ MEGATRON = Software(
     read=read,
     write=write,
     run="torchrun ... pretrain_gpt.py $(grep -v '^#' megatron_arguments.sh) ...; Bridge: bridge_overrides.txt after the recipe",
-    lacks="recomputation chosen per operation, schedules with split backwards, ZeRO-3 beside pipelines",
+    lacks=(
+        Lack("recomputation chosen per operation", {"recompute": ("products",)}),
+        Lack("schedules with split backwards", {"schedules": ("zb-h1", "zbv")}),
+        Lack("ZeRO-3 beside pipelines", {"zero": (3,)}),
+    ),
     whole_experts=True,
     precisions=("bf16", "fp16", "fp32", "fp8"),
     also=_also,

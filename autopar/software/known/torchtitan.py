@@ -12,10 +12,11 @@ from autopar.software.known.common import (
     context_divides,
     experts_divide,
     heads_divide,
+    keys_of,
     kv_heads_divide,
     world_size,
 )
-from autopar.software.record import Constraint, Given, Job, Software, Source
+from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
 from autopar.software.space import Space
 from autopar.software.stacks import software_of
 
@@ -32,34 +33,12 @@ _NAMES = {
     **{("llama3", "3b"): "llama3.2-3b", ("qwen3", "30b_a3b"): "qwen3-30b-a3b"},
 }
 """By name of a model and flavour, as its files have them."""
+_REGISTRY = (
+    *("llama3_8b", "llama3_70b", "llama3_405b", "deepseek_v3_671b", "qwen3_0_6b", "qwen3_1_7b", "qwen3_14b", "qwen3_30b_a3b"),
+    "qwen3_32b",
+)
+"""Configurations that release 0.3.0 has of these models (torchtitan/models/*/config_registry.py)."""
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "zbv": "ZBVZeroBubble"}
-_PARALLELISM = (
-    *("data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward", "tensor_parallel_degree"),
-    *("enable_sequence_parallel", "enable_async_tensor_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule"),
-    *(
-        "pipeline_parallel_microbatch_size",
-        "num_pp_microbatches",
-        "pipeline_parallel_layers_per_stage",
-        "context_parallel_degree",
-    ),
-    *("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers", "module_fqns_per_model_part"),
-    *("pipeline_parallel_schedule_csv", "pipeline_parallel_split_points", "context_parallel_rotate_method"),
-    *("context_parallel_load_balancer", "context_parallel_ptrr_mask_key", "expert_parallel_degree", "disable_loss_parallel"),
-    *("expert_tensor_parallel_degree", "expert_parallel_comm_backend", "pipeline_parallel_expert_parallel_overlap"),
-    *("enable_compiled_autograd", "spmd_backend", "enable_fsdp_symm_mem"),
-)
-_TRAINING = (
-    *("local_batch_size", "global_batch_size", "seq_len", "max_norm", "steps", "enable_cpu_offload", "dtype", "dataset"),
-    *("mixed_precision_param", "mixed_precision_reduce", "gc_freq", "gc_debug", "dataset_path", "batch_size", "compile", "seed"),
-    *("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length", "disable_cuda_graphs"),
-    *("deterministic", "debug_moe_force_load_balance", "warmup_steps", "max_cps", "dataloader"),
-    *("tensor_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree", "enable_loss_parallel"),
-    *("fsdp_reshard_after_forward", "data_parallel_degree", "compile_rmsnorm", "norm_type", "sequence_parallel_degree"),
-)
-_CHECKPOINTING = (
-    *("mode", "selective_ac_option", "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "memory_budget"),
-    *("visualize_memory_budget_pareto", "preserve_rng_state", "determinism_check", "debug"),
-)
 
 
 def _stages_are_filled(job: Job, model: RecognizedDecoder | None) -> bool:
@@ -111,11 +90,8 @@ def read(entries: Entries, given: Given) -> Job:
     """The job of a TOML or of arguments; dashes in arguments are underscores."""
     if entries.style == "arguments":
         entries.values = {key.replace("-", "_") if "." in key else key: entry for key, entry in entries.values.items()}
-    if entries.style == "toml":
-        entries.check_known({"parallelism": _PARALLELISM, "training": _TRAINING, "activation_checkpoint": _CHECKPOINTING})
-    else:
-        named = {"parallelism": _PARALLELISM, "training": _TRAINING}
-        entries.check_known(named)
+    keys = keys_of("torchtitan")
+    entries.check_known(keys if entries.style == "toml" else {name: keys[name] for name in ("parallelism", "training")})
 
     def degree(key: str, default: int = 1, least: int = 1) -> int:
         return entries.whole(f"parallelism.{key}_parallel_degree", default=default, least=least)
@@ -182,11 +158,14 @@ def _model(entries: Entries) -> tuple[str, int, int]:
     module = str(entries.raw("module") or "").lower()
     if config:
         known = sorted(_NAMES.items(), key=lambda item: -len(item[0][1]))
-        flavor = next(
-            (key[1] for key, _ in known if f"_{key[1]}" in config.replace("-", "_").replace("30b_a3b", "30b_a3b")), flavor
-        )
+        words = _word(config)
+        flavor = next((key[1] for key, _ in known if f"_{_word(key[1])}" in words), flavor)
         name = module or next((key[0] for key, _ in known if config.startswith(key[0])), name)
     return _NAMES.get((name.lower(), flavor.lower()), ""), default, 8192 if config and "debug" not in config else 2048
+
+
+def _word(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_")
 
 
 def _chunks(entries: Entries, schedule: str, stages: int) -> int:
@@ -265,10 +244,12 @@ def write_arguments(job: Job) -> dict[str, Any]:
     each, toml = job.configuration, write(job)
     skipped = ("model.", "activation_checkpoint.", "compile.", "parallelism.enable_async")
     names = {name: key for key, name in _NAMES.items()}
-    model, flavor = names.get(job.model, ("llama3", "8b"))
+    model, flavor = names.get(job.model, ("", ""))
+    config = f"{model}_{_word(flavor)}"
+    known = config in _REGISTRY
     return {
-        "module": model,
-        "config": f"{model}_{flavor.replace('-', '_')}",
+        "module": model if known else None,
+        "config": config if known else None,
         **{key: value for key, value in toml.items() if not key.startswith(skipped)},
         "training.disable_cuda_graphs": True if each.stages > 1 or each.experts > 1 else None,
         "compile.enable": True if job.compiled is not False else None,
@@ -281,7 +262,9 @@ def arguments_text(job: Job) -> str:
     from autopar.software.files.text import text_of
 
     policy = {"none": "none", "products": "selective", "selective": "selective"}.get(job.configuration.recompute, "full")
-    return text_of("arguments", write_arguments(job)) + f"activation-checkpoint:{policy}\n"
+    values = write_arguments(job)
+    head = "" if values["module"] else f"its registry has no {job.model}: add --module and --config of your own"
+    return text_of("arguments", values, head) + f"activation-checkpoint:{policy}\n"
 
 
 def spelling(entries: Entries) -> dict[str, str]:
@@ -314,7 +297,10 @@ TORCHTITAN = Software(
     read=read,
     write=write,
     run="torchrun ... -m torchtitan.train --job.config_file torchtitan.toml; from 0.3 on: $(cat torchtitan_arguments.txt)",
-    lacks="recomputation chosen per operation, Megatron's chunks (its interleaved schedule has two a stage)",
+    lacks=(
+        Lack("more than two chunks a stage", {"most_chunks": 0}),
+        Lack("recomputation chosen per operation"),
+    ),
     whole_experts=True,
     precisions=("bf16", "fp32", "fp8"),
     spelling=spelling,

@@ -6,7 +6,9 @@ from dataclasses import replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.cost_models.step.recompute import with_all_offloaded
 from autopar.errors import BatchError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
@@ -42,9 +44,15 @@ def fixed_candidate(
     placed = placed if placed is not None else place_blocks(graph, fixed, registry)
     repeated = set(fixed.recomputed_blocks) or {block.name for block in graph.blocks if graph.count(block.name) > 1}
     zero = fixed.zero if data > 1 else 0
+    plans = [with_recomputation(graph.block(plan.block), replace(plan, zero=zero), fixed, repeated) for plan in placed]
     return Candidate(
         mesh=mesh,
-        blocks=tuple(with_recomputation(graph.block(plan.block), replace(plan, zero=zero), fixed, repeated) for plan in placed),
+        blocks=tuple(
+            with_all_offloaded(BlockCosts(graph.block(plan.block), mesh, graph.batch, cluster, 0), plan)
+            if plan.block in fixed.offloaded_blocks
+            else plan
+            for plan in plans
+        ),
         batch=graph.batch,
         precision=fixed.precision,
         micro_batches=fixed.micro_batches,

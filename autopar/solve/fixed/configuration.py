@@ -17,11 +17,12 @@ TENSOR_AXIS = "tp"
 class FixedConfiguration:
     """A configuration as people write it by hand. The data degree is what the cluster leaves. `zero_group`: state is sharded over
     so many neighbours (0: all data ranks). `sliced_experts`: the tensor axis cuts inside experts too, else it takes part in
-    dealing them out. `recompute` is ``none``, ``modules`` (norms, and products up from a latent: Megatron's ``--recompute-modules
-    layernorm mla_up_proj``), ``selective`` (the attention's core), ``products`` (all but attention and every second product of a
-    layer), ``full`` (layers, what the backward needs: torch's checkpoint) or ``everything`` (layers from end to end: checkpoints
-    that run all of it again). It is for `recomputed_blocks`, or for all that are called more than once. `layers` are those of
-    each pipeline chunk, where they are not dealt evenly."""
+    dealing them out. `recompute` is ``none``, ``modules`` (those of `modules`), ``selective`` (the attention's core),
+    ``products`` (all but attention and every second product of a layer), ``full`` (layers, what the backward needs: torch's
+    checkpoint) or ``everything`` (layers from end to end: checkpoints that run all of it again). It is for `recomputed_blocks`,
+    or for all that are called more than once. `modules` has names of Megatron's ``--recompute-modules``
+    (`fixed.recomputation.MODULES`). All that `offloaded_blocks` save lies in host memory until their backward. `layers` are those
+    of each pipeline chunk, where they are not dealt evenly."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -33,6 +34,8 @@ class FixedConfiguration:
     micro_batches: int = 1
     recompute: str = "none"
     recomputed_blocks: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ("layernorm", "mla_up_proj")
+    offloaded_blocks: tuple[str, ...] = ()
     schedule: str = "1f1b"
     layers: tuple[int, ...] = ()
     weight_versions: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.cost_models.step.recompute import overwritten_values
@@ -35,26 +35,50 @@ def _with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration
     if fixed.recompute == "products":
         return _all_but(block, plan, _half_of_products(block))
     if fixed.recompute == "modules":
-        return replace(plan, recompute_nodes=cheap_modules(block))
+        chosen = {name for module in fixed.modules for name in MODULES[module](block)}
+        return replace(plan, recompute_nodes=tuple(node.name for node in block.nodes if node.name in chosen))
     return replace(plan, recompute_nodes=attention_core(block))
 
 
-def cheap_modules(block: Block) -> tuple[str, ...]:
-    """Return norms, and what lies between a latent and attention: products that widen it, rotations. (The activation function
-    inside routed experts is part of their operation, which says itself whether it is computed again.)"""
+def _norms(block: Block) -> set[str]:
+    return {node.name for node in block.nodes if operation(node.op).norm}
+
+
+def _between_latent_and_attention(block: Block) -> set[str]:
+    """Return what lies between a latent and attention: products that widen it, rotations; the norm of the latent is saved."""
     makers = {value.name: node for node in block.nodes for value in node.outputs}
-    chosen = {node.name for node in block.nodes if operation(node.op).norm}
+    chosen: set[str] = set()
     for node in block.nodes:
         if operation(node.op).attention and _from_latent(node, block):
             pending = list(node.operands())
             while pending:
                 maker = makers.get(pending.pop())
-                if maker is None or maker.name in chosen:
+                if maker is None or maker.name in chosen or operation(maker.op).norm:
                     continue
                 if not operation(maker.op).product or _widens(maker, block):
                     chosen.add(maker.name)
                     pending += maker.operands()
-    return tuple(node.name for node in block.nodes if node.name in chosen)
+    return chosen
+
+
+def _dense_mlp(block: Block) -> set[str]:
+    """Return the MLP of a layer without experts: what lies between the second product after attention, the first of the MLP, and
+    the last product."""
+    if any(operation(node.op).experts for node in block.nodes):
+        return set()
+    attention = [at for at, node in enumerate(block.nodes) if operation(node.op).attention]
+    products = [at for at, node in enumerate(block.nodes) if operation(node.op).product and attention and at > attention[-1]]
+    return {node.name for node in block.nodes[products[1] : products[-1]]} if len(products) > 2 else set()
+
+
+MODULES: Mapping[str, Callable[[Block], set[str]]] = {
+    "layernorm": _norms,
+    "mla_up_proj": _between_latent_and_attention,
+    "mlp": _dense_mlp,
+    "core_attn": lambda block: set(attention_core(block)),
+}
+"""Nodes of a layer that Megatron's ``--recompute-modules`` computes again (megatron/core/transformer/transformer_config.py,
+`recompute_modules`). ``moe_act`` is inside the operation of routed experts, which says itself whether it is computed again."""
 
 
 def _widens(node: Node, block: Block) -> bool:

@@ -1,5 +1,6 @@
 """Gives what was written to the software's own configuration class, and prints what it made of it as JSON. A process of its own,
-with the folder of packages on its path: ``python accept.py SOFTWARE FILE ...``, several files in one process."""
+with the folder of packages on its path: ``python accept.py SOFTWARE FILE ...``, several files in one process. Beside each lies
+``FILE.case``: devices, and sizes of the model as Megatron names them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def case_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.with_name(f"{path.name}.case").read_text())
+    return found
 
 
 def torchtitan(path: Path) -> dict[str, Any]:
@@ -41,11 +47,9 @@ def megatron(path: Path) -> dict[str, Any]:
         given["pipeline_dtype"] = torch.bfloat16
     parallel = ModelParallelConfig(**{key: value for key, value in given.items() if key in known})
     inner = TransformerConfig.__dataclass_fields__
-    sizes: dict[str, Any] = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
+    sizes = case_of(path)["sizes"]
     if "recompute_modules" in given:
-        given["recompute_modules"] = [given["recompute_modules"]]
-    if given.get("expert_model_parallel_size", 1) > 1:
-        sizes |= {"num_moe_experts": 128, "moe_router_topk": 8, "add_bias_linear": False}
+        given["recompute_modules"] = given["recompute_modules"].split()
     made = TransformerConfig(**sizes, **{key: value for key, value in given.items() if key in inner})
     return {
         "tensor": parallel.tensor_model_parallel_size,
@@ -65,13 +69,14 @@ def deepspeed(path: Path) -> dict[str, Any]:
 
     class Ranks:
         def get_data_parallel_world_size(self) -> int:
-            return int(os.environ["RANKS"])
+            return int(case_of(path)["devices"])
 
         def get_model_parallel_world_size(self) -> int:
             return 1
 
         get_sequence_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
+    os.environ["WORLD_SIZE"] = str(case_of(path)["devices"])
     found = DeepSpeedConfig(str(path), mpu=Ranks())
     offload = found.zero_config.offload_optimizer
     return {
@@ -113,6 +118,18 @@ def transformers(path: Path) -> dict[str, Any]:
     data = json.loads(path.read_text()) | {"use_cpu": True, "bf16": False, "fp16": False}
     (found,) = HfArgumentParser(TrainingArguments).parse_dict(data)
     config = found.fsdp_config or {}
+    beside = path.with_name(path.name.replace("training_arguments", "distributed_config"))
+    if beside.exists():
+        from transformers.distributed import DistributedConfig
+
+        placed = DistributedConfig(**json.loads(beside.read_text()))
+        assert placed.tp_size * placed.dp_size == case_of(path)["devices"]
+        return {
+            "micro": found.per_device_train_batch_size,
+            "steps": found.gradient_accumulation_steps,
+            "tensor": placed.tp_size,
+            "zero": 3 if placed.fsdp_size > 1 else 0,
+        }
     return {
         "micro": found.per_device_train_batch_size,
         "steps": found.gradient_accumulation_steps,

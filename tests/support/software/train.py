@@ -1,0 +1,116 @@
+"""Trains a small Llama as a file that was written says, on gloo processes, and prints the peak of tensors of rank 0 in its second
+step: ``torchrun ... train.py deepspeed ds_config.json config.json 256``; ``transformers`` and ``accelerate`` (which its own
+launcher starts) likewise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from autopar.cost_models.tensors.transient_memory import LiveBytes
+
+MICRO = 2
+"""Sequences of a micro-batch where the file leaves them to the script."""
+
+
+class TensorBytes(LiveBytes):
+    """Bytes of tensors that have memory: DeepSpeed keeps copies of all parameters on meta devices, for their shapes."""
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            super()._add(storage)
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens that are their own labels."""
+
+    def __init__(self, vocabulary: int, seq: int, size: int) -> None:
+        self.ids = torch.randint(vocabulary, (size, seq))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def deepspeed(path: str, config: Any, seq: int, live: TensorBytes) -> None:
+    import deepspeed
+
+    settings = json.loads(Path(path).read_text())
+    with live:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=settings
+        )  # fmt: skip
+        for _ in range(2):
+            live.reset_peak()
+            for _ in range(settings["gradient_accumulation_steps"]):
+                ids = torch.randint(config.vocab_size, (settings["train_micro_batch_size_per_gpu"], seq))
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+
+
+def trainer(path: str, config: Any, seq: int, live: TensorBytes) -> None:
+    class TwoSteps(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            live.reset_peak()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    (settings,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_json_file(path)
+    size = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    data = Tokens(config.vocab_size, seq, 2 * size)
+    with live:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        transformers.Trainer(model, settings, train_dataset=data, callbacks=[TwoSteps()]).train()
+
+
+def accelerate(path: str, config: Any, seq: int, live: TensorBytes) -> None:
+    """The file is what `accelerate launch` was started with; micro-batches are of `MICRO`."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def on_processes(_: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> tuple[str, Any]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    # accelerate has FSDP2 for kinds with devices alone (state.py): what decides on the kind is all that is changed for a CPU
+    PartialState._prepare_backend = on_processes  # type: ignore[method-assign]
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))  # type: ignore[method-assign]
+    with live:
+        accelerator = Accelerator()
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        loader = torch.utils.data.DataLoader(Tokens(config.vocab_size, seq, 2 * MICRO * accelerator.num_processes), MICRO)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            live.reset_peak()
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def main() -> None:
+    train: dict[str, Callable[..., None]] = {"deepspeed": deepspeed, "transformers": trainer, "accelerate": accelerate}
+    name, path, sizes_path, seq = sys.argv[1:]
+    sizes = json.loads(Path(sizes_path).read_text())
+    config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    config.use_cache = False
+    live = TensorBytes()
+    train[name](path, config, int(seq), live)
+    if dist.get_rank() == 0:
+        print(f"peak {live.peak}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
