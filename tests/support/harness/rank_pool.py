@@ -243,7 +243,7 @@ def share_gloo_device() -> None:
 
     class OnOneDevice(distributed_c10d.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            options = self._Options()
+            options = self._Options()  # type: ignore[attr-defined]
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
 
