@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def local_clusters() -> None:
     write_local_clusters(Path.home() / ".cache" / "autopar")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_process_a_search() -> Iterator[None]:
+    """The command line plans on a process per core, which changes no plan (`tests/solve/processes`); here each core has a worker,
+    and copies of it would solve in advance what is not asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.cli.parser._usable_processes", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -79,10 +79,15 @@ class Export:
         self.traced, self.lengths = traced, _lengths(traced, open_dims) if open_dims else {}
         self.graph = self._graph(self.lengths, traced.batch)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it may hold for other sizes: a batch or lengths stayed symbols."""
+        return self.traced.symbolic or bool(self.lengths)
+
     def graph_at(self, tensors: Mapping[str, Tensor]) -> Graph | None:
         """The graph for inputs of these shapes, which are of the structure of the example inputs; None where the forward may do
         something else for them."""
-        if not self.lengths:
+        if not self.is_open:
             return None
         values = self._values(tensors)
         if values is None:

@@ -1,4 +1,4 @@
-"""The graphs of calls: exported anew, or, where an earlier call differs in lengths alone, from the export of that one."""
+"""The graphs of calls: exported anew, or from the export of an earlier call that differs in its batch or lengths alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.runtime.plain.frozen_reads import Change
 
 MOST_EXPORTS = 16
-"""Exports with symbolic lengths that are kept; the least recently used one goes first."""
+"""Exports with a symbolic batch or lengths that are kept; the least recently used one goes first."""
 
 Structure = tuple[Hashable, ...]
 
@@ -58,16 +58,19 @@ class Exports:
             with suppress(CaptureError):
                 export = Export(model, (), arguments, options, dims)
                 if export.lengths:
-                    self._keep(structure, export)
-                    return export.graph
+                    return self._kept(structure, export)
             self.closed.add(structure)
-        return Export(model, (), arguments, options).graph
+        return self._kept(structure, Export(model, (), arguments, options))
 
-    def _keep(self, structure: Structure, export: Export) -> None:
+    def _kept(self, structure: Structure, export: Export) -> Graph:
+        """The graph of an export, which is kept where it may hold for other calls."""
+        if not export.is_open:
+            return export.graph
         self.count += 1
         self.exports[structure, self.count] = export
         while len(self.exports) > MOST_EXPORTS:
             self.exports.popitem(last=False)
+        return export.graph
 
     def _open(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The dimensions of each input, beside the batch, that had several sizes by now."""

@@ -114,6 +114,32 @@ def test_sixteen_lengths_are_one_export(monkeypatch: pytest.MonkeyPatch) -> None
         kept.graph(model, (True,), asking(8, 65), CaptureOptions())
 
 
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+def test_the_last_batch_of_an_epoch_is_no_further_export(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = Tail(loss), counted(monkeypatch)
+    kept = Exports({"x": ("B", 4)})
+    for size in (8, 7, 1, 16):
+        inputs = {"x": torch.zeros(size, 4)}
+        assert kept.graph(model, (True,), inputs, CaptureOptions()) == capture(model, (), inputs)
+    assert len(made) == 1
+    inputs = {"x": torch.zeros(33, 4)}
+    assert kept.graph(model, (True,), inputs, CaptureOptions()) == capture(model, (), inputs)
+    assert len(made) == 2, "the other branch"
+
+
+class Tail(nn.Module):
+    """The batch as a number, and a branch on it."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y = y if x.shape[0] <= 32 else y * 2
+        return y.mean() if self.loss == "mean" else y.square().sum() / x.shape[0]
+
+
 class Scale:
     """An argument that is no plain constant: its text does not tell two of them apart."""
 

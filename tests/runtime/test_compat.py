@@ -9,12 +9,14 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autopar.runtime
 from autopar.runtime.compat import autograd, collectives, dtensor, hooks, modules
@@ -44,6 +46,47 @@ def test_functional_collectives(ranks: RankPool) -> None:
         assert out["gather"] == [0.0, 1.0, 2.0, 3.0]
         assert out["scatter"] == [4.0 * i + 6 for i in (2 * rank, 2 * rank + 1)]
         assert out["all_to_all"] == [float(2 * rank + i + source) for source in range(4) for i in range(2)]
+
+
+def elementwise(axes: dict[str, int]) -> list[str]:
+    """What `usual_operation` makes of element-wise operations otherwise than DTensor, of uneven shards and of replicas."""
+    aten, mesh, wrong = torch.ops.aten, MeshHandle(axes).device_mesh, []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        a, b = (distribute_tensor(torch.arange(1.0, 31, dtype=torch.float64).view(6, 5) * k, mesh, [placement]) for k in (1, -2))
+        for op, args, kwargs in (
+            (aten.lerp_.Scalar, (b, 0.3), {}), (aten.addcmul_.default, (b, b), {"value": 0.5}), (aten.mul_.Tensor, (0.5,), {}),
+            (aten.add.Tensor, (b,), {"alpha": 2}), (aten.sqrt.default, (), {}), (aten.zeros_like.default, (), {}),
+            (aten.clone.default, (), {}), (aten.gt.Tensor, (b,), {}), (aten.zeros_like.default, (), {"dtype": torch.float32}),
+        ):  # fmt: skip
+            assert dtensor._is_elementwise(op) and dtensor._placed_alike((a, *args), kwargs)
+            mine, theirs = a.clone(), a.clone()
+            made = dtensor.usual_operation(op, (mine, *args), kwargs)
+            with patch.dict(dtensor.operations_of_shards(), clear=True):
+                expected = op(theirs, *args, **kwargs)
+            same = type(made) is type(expected) and made._spec == expected._spec and torch.equal(*map(local, (made, expected)))
+            if not same or not torch.equal(*map(local, (mine, theirs))) or (made is mine) != (expected is theirs):
+                wrong.append(f"{op} of {placement}")
+    return wrong
+
+
+def local(value: DTensor) -> torch.Tensor:
+    return value.to_local()
+
+
+def left_to_dtensor(axes: dict[str, int]) -> list[bool]:
+    mesh = MeshHandle(axes).device_mesh
+    rows, columns = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(dim)]) for dim in (0, 1))
+    partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    numbers = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    pairs = ((rows, columns), (rows, rows.double()), (partial, partial), (rows, numbers), (rows, torch.ones(4, 4)))
+    return [dtensor._placed_alike(pair, {}) for pair in pairs]
+
+
+def test_elementwise_operations_are_those_of_dtensor(ranks: RankPool) -> None:
+    assert ranks.run(elementwise, {"tp": 4}) == [[]] * 4
+    assert ranks.run(left_to_dtensor, {"tp": 4}) == [[False] * 5] * 4
+    for op in (torch.ops.aten.equal.default, torch.ops.aten.sum.default, torch.ops.aten.normal_.default):
+        assert not dtensor._is_elementwise(op)
 
 
 def rows(axes: dict[str, int]) -> list[list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
 
 def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation as DTensor does without an entry in `operations_of_shards`."""
+    if _is_elementwise(op) and _placed_alike(args, kwargs):
+        return _on_parts(op, args, kwargs)
     handlers = operations_of_shards()
     own = handlers.pop(op, None)
     try:
@@ -28,6 +31,34 @@ def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
     finally:
         if own is not None:
             handlers[op] = own
+
+
+@cache
+def _is_elementwise(op: Any) -> bool:
+    """Return whether an operation makes of each element one element. (`torch.equal` has the tag too.)"""
+    if [str(each.type) for each in op._schema.returns] != ["Tensor"] or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.zeros_like
+
+
+def _placed_alike(args: Any, kwargs: Any) -> bool:
+    """Return whether all tensors of a call have the shape, layout and placements of the first, and no sum is left to do."""
+    first: Any = args[0]
+    if not isinstance(first, DTensor) or any(each.is_partial() for each in first.placements):
+        return False
+    tensors = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.Tensor)]
+    return all(isinstance(each, DTensor) and each._spec == first._spec for each in tensors)
+
+
+def _on_parts(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an element-wise operation on this rank's parts of tensors that are placed alike. DTensor does so too, once it has
+    worked out the placements of each operation and shape: milliseconds each, in a first step of an optimizer."""
+    first: DTensor = args[0]
+    parts = (each._local_tensor if isinstance(each, DTensor) else each for each in args)
+    result = op(*parts, **{name: local_of(each) if isinstance(each, DTensor) else each for name, each in kwargs.items()})
+    if op._schema.is_mutable:
+        return first
+    return over_local(DTensor, first, result) if result.dtype == first.dtype else placed_like(result, first)
 
 
 def without_overrides(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,12 +22,14 @@ from .random_draws import ranks_agree
 
 _MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
+_OF_OPTIMIZERS = ("clone", "sqrt", "zeros_like")
+"""Of one tensor: here only since `usual_operation` runs what is element-wise faster than DTensor does."""
 _OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
 
 
 def mix_whole_tensors() -> AbstractContextManager[None]:
     """Teach DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
-    names = [*_COMPARED, *_MIXED, *(f"{name}_" for name in _MIXED)]
+    names = [*_COMPARED, *_OF_OPTIMIZERS, *_MIXED, *(f"{name}_" for name in _MIXED)]
     names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
     handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
     table = operations_of_shards()

@@ -96,24 +96,15 @@ class _Keeper:
     """Whom the heartbeat of a rank belongs to."""
 
 
-@cache
-def heartbeat_of(number: int) -> tuple[Any, _Keeper]:
-    """One heartbeat for all programs of a process group, since each has threads and a connection of its own."""
-    from autopar.runtime.comm.heartbeat import start_heartbeat
-
-    return start_heartbeat(lambda rank: f"rank {rank}"), _Keeper()
-
-
-def run_case(case: Case) -> Steps:
-    """On a rank."""
+def run_case(case: Case, heartbeat: Any, keeper: _Keeper) -> Steps:
+    """On a rank. All programs of a run have one heartbeat, since each has threads and a connection of its own."""
     from autopar.program.load import load_program
     from autopar.runtime.parallel import Parallel
     from autopar.runtime.step.inputs import NamedBatch
 
     program: Any = load_program(case.text).Program
     program.input_shapes = {name: shape for name, shape in program.input_shapes.items() if name not in case.given}
-    number = id(dist.group.WORLD)
-    mesh, (heartbeat, keeper) = mesh_of(tuple(program.mesh_axes.items()), number), heartbeat_of(number)
+    mesh = mesh_of(tuple(program.mesh_axes.items()), id(dist.group.WORLD))
     parallel = Parallel(program(mesh), case.state, form=case.form, check_every=1, heartbeat=heartbeat)
     heartbeat.stop_with(keeper)
     inputs = {name: tensor.clone() for name, tensor in case.inputs.items()}
@@ -122,12 +113,14 @@ def run_case(case: Case) -> Steps:
 
 def run_cases(cases: Sequence[Case]) -> list[Steps | str]:
     """Each case on this rank, or what was raised: its last line where autopar refuses it, else the traceback."""
+    from autopar.runtime.comm.heartbeat import start_heartbeat
     from autopar.runtime.errors import AutoparError
 
+    heartbeat, keeper = start_heartbeat(lambda rank: f"rank {rank}"), _Keeper()
     out: list[Steps | str] = []
     for case in cases:
         try:
-            found = run_case(case)
+            found = run_case(case, heartbeat, keeper)
             out.append(found if dist.get_rank() == 0 else found._replace(gradients={}, state={}, returned={}))
         except AutoparError as error:
             out.append(f"{type(error).__name__}: {error}")
