@@ -119,7 +119,7 @@ def judge(kind: str, name: str, model: nn.Module, inputs: dict[str, Any], graph:
     try:
         certificate = prove_program(plan_of(kind, name, model, inputs, graph))
     except (AutoparError, AssertionError) as error:
-        return NO_PROGRAM, str(error).splitlines()[0]
+        return NO_PROGRAM, (str(error).splitlines() or [type(error).__name__])[0]
     return (CERTIFIED, "") if certificate.holds else (REFUSED_BY_CHECKER, certificate.line())
 
 
