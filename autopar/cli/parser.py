@@ -224,6 +224,17 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
     explain.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of the new search (default 300)")
 
+    report = add("report", "report", "write a page of the plan to look at: one HTML file that needs no network")
+    report.add_argument("plan", metavar="plan.json")
+    report.add_argument("-o", "--output", default="report.html", metavar="report.html", help="where (default report.html)")
+    report.add_argument(
+        "--measured", default="", metavar="measured.json",
+        help="what parallel.report().save(...) wrote, to stand beside (default: measured.json beside the plan, if there)",
+    )  # fmt: skip
+    trace = add("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
+    trace.add_argument("plan", metavar="plan.json")
+    trace.add_argument("-o", "--output", default="trace.json", metavar="trace.json", help="where (default trace.json)")
+
     verify = add(
         "verify",
         "verify",
