@@ -66,18 +66,35 @@ function draw(id, label, traces, layout, height) {
     font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: color("ink") },
     margin: { l: 8, r: 10, t: 10, b: 40 }, hovermode: "closest", barmode: "stack", bargap: 0.28,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("muted"), font: { color: color("ink"), size: 13 }, align: "left" },
-    legend: {
-      orientation: "h", x: 0, y: 1.0, yanchor: "bottom", xanchor: "left", font: { size: isNarrow() ? 11 : 12.5 }, traceorder: "normal",
-      ...(isNarrow() ? { entrywidth: 0.5, entrywidthmode: "fraction" } : {}),
-    },
-    ...layout,
+    showlegend: false, ...layout,
   };
   for (const name of Object.keys(full)) {
     if (/^[xy]axis\d?$/.test(name)) full[name] = { ...axis, ...full[name], title: { ...axis.title, ...(full[name].title || {}) } };
   }
+  legend(place, traces);
   return Plotly.react(place, traces, full, {
     responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
   });
+}
+
+// A legend of buttons above the chart, which show and hide a trace: it wraps, and the keyboard reaches it.
+function legend(place, traces) {
+  const old = byId(`${place.id}-legend`);
+  if (old) old.remove();
+  const entries = traces.map((trace, index) => [trace, index]).filter(([trace]) => trace.showlegend !== false && trace.visible !== false && trace.name);
+  if (entries.length < 2) return;
+  place.before(element("ul", { class: "legend", id: `${place.id}-legend`, "aria-label": "Legend: shows and hides" }, ...entries.map(([trace, index]) => {
+    const marker = trace.marker || {}, line = trace.line || {};
+    const paint = trace.fillcolor || (typeof marker.color === "string" && marker.color) || line.color;
+    const swatch = element("i", { class: trace.mode === "lines" && !trace.fillcolor ? `line ${line.dash || ""}` : trace.mode === "markers" ? `dot ${marker.symbol}` : "", style: `--paint:${paint}` });
+    const button = element("button", { type: "button", "aria-pressed": String(trace.visible !== "legendonly") }, swatch, trace.name);
+    button.addEventListener("click", () => {
+      const shown = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(shown));
+      Plotly.restyle(place, { visible: shown ? true : "legendonly" }, [index]);
+    });
+    return element("li", {}, button);
+  })));
 }
 
 function wrapped(text, width = 64) {

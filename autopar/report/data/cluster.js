@@ -48,7 +48,7 @@ function clusterPanel() {
     ...data.links.slice(0, 1).map((each) => bus(each, "c6")), ...(nodes > 1 ? outer.map((each) => bus(each, "c7")) : []),
     ...(axis.size > 1 ? [{ type: "scatter", mode: "lines", name: `first group of ${axis.name}`, x: group.map(([x]) => x), y: group.map(([, y]) => y), line: { color: color("ink"), width: 2.4 }, hoverinfo: "skip" }] : []),
     { type: "scatter", mode: "markers+text", name: "device", x: devices.x, y: devices.y, text: isNarrow() && data.node > 4 ? [] : devices.text, textfont: { size: 10, color: "#fff" }, marker: { symbol: "square", size: isNarrow() ? 13 : 24, color: devices.color, line: { color: color("panel"), width: 1 } }, customdata: devices.hover, hovertemplate: "%{customdata}<extra></extra>", showlegend: false },
-  ], { shapes, annotations, dragmode: false, margin: { l: 4, r: 4, t: 8, b: 4 }, xaxis: { visible: false, range: [-0.1, columns * width + 0.1], fixedrange: true }, yaxis: { visible: false, range: [-rows * height + 0.8, 0.9], fixedrange: true } }, Math.min(720, 70 + rows * height * (isNarrow() ? 32 : 36)) + (isNarrow() ? 50 : 0));
+  ], { shapes, annotations, dragmode: false, margin: { l: 4, r: 4, t: 8, b: 4 }, xaxis: { visible: false, range: [-0.1, columns * width + 0.1], fixedrange: true }, yaxis: { visible: false, range: [-rows * height + 0.8, 0.9], fixedrange: true } }, Math.min(720, 70 + rows * height * (isNarrow() ? 32 : 36)));
 }
 
 function clusterControls() {

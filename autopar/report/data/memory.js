@@ -16,7 +16,7 @@ function memoryPanel() {
   const peaks = stages.length < 2 ? null : draw("memory-peaks", `Peak memory of ${stages.length} stages by kind; the fullest takes ${bytes(fullest.peak_bytes)} of ${bytes(fullest.budget_bytes)}`, [
     ...kinds.map((name, kind) => ({ type: "bar", name, x: names, y: stages.map((stage) => stage.peak[kind] / GIB), marker: { color: memoryColor(kind) }, showlegend: false, customdata: stages.map((stage, number) => `<b>stage ${number}: ${name}</b><br>${bytes(stage.peak[kind])} of a peak of ${bytes(stage.peak_bytes)}<br>${wrapped(stage.place)}`), hovertemplate: "%{customdata}<extra></extra>" })).filter((_, kind) => used[kind]),
     limit("budget_bytes", "what a plan may take", "dash"),
-  ], { xaxis: { title: { text: "pipeline stage" }, type: "category" }, yaxis: { title: { text: "GiB of a device at its peak" }, rangemode: "tozero" } }, isNarrow() ? 300 : 300);
+  ], { xaxis: { title: { text: "pipeline stage" }, type: "category" }, yaxis: { title: { text: "GiB of a device at its peak" }, rangemode: "tozero" } }, 300);
   byId("memory-tables").replaceChildren(details("Peaks as a table", table("Memory at the peak of each stage", ["stage", ...kinds.filter((_, kind) => used[kind]), "peak", "may take", "where"], stages.map((stage, number) => [
     String(number), ...stage.peak.filter((_, kind) => used[kind]).map((size) => ({ number: bytes(size) })), { number: bytes(stage.peak_bytes) }, { number: bytes(stage.budget_bytes) }, stage.place,
   ]))));
@@ -41,10 +41,10 @@ function memoryEvents(kinds) {
     { type: "scatter", mode: "lines", name: "what a plan may take", x: [x[0], x[count - 1]], y: [stage.budget_bytes / GIB, stage.budget_bytes / GIB], line: { color: color("budget"), dash: "dash", width: 2 }, hovertemplate: `a plan may take ${bytes(stage.budget_bytes)}<extra></extra>` },
     { type: "scatter", mode: "lines", name: "memory of the device", x: [x[0], x[count - 1]], y: [stage.capacity_bytes / GIB, stage.capacity_bytes / GIB], line: { color: color("budget"), width: 1.2 }, hovertemplate: `the device has ${bytes(stage.capacity_bytes)}<extra></extra>` },
   ], {
-    hovermode: "x", xaxis: { title: { text: "events of the step at which memory may peak, in order" }, showgrid: false, zeroline: false, ticks: "", nticks: 8 }, yaxis: { title: { text: "GiB of a device" }, rangemode: "tozero" },
+    hovermode: "x", xaxis: { title: { text: isNarrow() ? "events of the step, in order" : "events of the step at which memory may peak, in order" }, showgrid: false, zeroline: false, ticks: "", nticks: 8 }, yaxis: { title: { text: "GiB of a device" }, rangemode: "tozero" },
     annotations: backward > 0 ? [words(backward / 2, "forward"), words((backward + count) / 2, "backward, optimizer")] : [],
     shapes: backward > 0 ? [{ type: "line", x0: backward - 0.5, x1: backward - 0.5, y0: 0, y1: 1, yref: "paper", line: { color: color("muted"), width: 1, dash: "dot" } }] : [],
-  }, isNarrow() ? 520 : 420);
+  }, isNarrow() ? 380 : 420);
 }
 
 function memoryControls() {

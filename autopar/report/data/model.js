@@ -33,7 +33,7 @@ function blockPanel() {
       type: "bar", orientation: "h", name: word, y: chosen.map(([operation]) => short(operation.module || "(block)")), base: chosen.map(([, place]) => place), x: chosen.map(() => 1),
       marker: { color: word === "whole on every rank" ? faded(color("c8"), 0.55) : hue(index), line: { color: color("panel"), width: 1 } }, customdata: chosen.map(([operation]) => hover(operation)), hovertemplate: "%{customdata}<extra></extra>",
     };
-  }), { barmode: "overlay", bargap: 0.18, xaxis: { title: { text: "operations, in order" }, range: [0, operations.length], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: rows.map(short), categoryorder: "array", autorange: "reversed" } }, 130 + 26 * rows.length + (isNarrow() ? 60 : 0));
+  }), { barmode: "overlay", bargap: 0.18, xaxis: { title: { text: "operations, in order" }, range: [0, operations.length], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: rows.map(short), categoryorder: "array", autorange: "reversed" } }, 130 + 26 * rows.length);
 }
 
 function modelControls() {

@@ -1,6 +1,8 @@
 // The search: time against memory, the frontier, and the bound; points that are known by their bound alone in a strip of their own.
 const STATUS_COLORS = { OPTIMAL: "c2", FEASIBLE: "c0", PRUNED: "c8", "NOT TRIED": "c5", INFEASIBLE: "c9" };
-const STATUS_WORDS = { OPTIMAL: "solved to the end", FEASIBLE: "solved, perhaps not the best of its point", PRUNED: "closed by its bound", "NOT TRIED": "not tried", INFEASIBLE: "too large for the memory" };
+const STATUS_WORDS = { OPTIMAL: "solved to the end", FEASIBLE: "solved, perhaps not the best of its point", PRUNED: "closed by bound", "NOT TRIED": "not tried", INFEASIBLE: "too large for the memory" };
+
+const LOG_TICKS = [1e-3, 1e-2, 0.1, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1e5, 1e6];
 
 function searchPanel() {
   const data = facts.search, solved = data.points.filter((point) => point[3] !== null && point[4] !== null);
@@ -30,9 +32,9 @@ function searchPanel() {
     { type: "scatter", mode: "lines", name: "memory that a plan may take", x: [facts.head.budget_bytes / GIB, facts.head.budget_bytes / GIB], y: [Math.min(...ys) * 0.96, Math.max(...ys) * 1.02], line: { color: color("budget"), dash: "dash", width: 1.6 }, hovertemplate: `a plan may take ${bytes(facts.head.budget_bytes)}<extra></extra>` },
     ...(strip ? points(others, "line-ew-open", (point) => jitter.get(point), (point) => point[2], { xaxis: "x2" }).map((trace) => ({ ...trace, showlegend: !solved.some((point) => (STATUS_WORDS[point[1]] || point[1]) === trace.name), marker: { ...trace.marker, size: 10, line: { width: 2 } } })) : []),
   ], {
-    xaxis: { title: { text: `GiB of a device at its peak${log ? ", logarithmic" : ""}` }, type: log ? "log" : "linear", dtick: log ? "D2" : undefined, domain: [0, strip ? width : 1], range: line.map(scaled), zeroline: false }, yaxis: { title: { text: "seconds of one step" + (wide ? ", logarithmic" : "") }, type: wide ? "log" : "linear", zeroline: false },
+    xaxis: { title: { text: `GiB of a device at its peak${log ? ", logarithmic" : ""}` }, type: log ? "log" : "linear", ...(log ? { tickvals: LOG_TICKS, ticktext: LOG_TICKS.map(String) } : {}), domain: [0, strip ? width : 1], range: line.map(scaled), zeroline: false }, yaxis: { title: { text: "seconds of one step" + (wide ? ", logarithmic" : "") }, type: wide ? "log" : "linear", zeroline: false },
     ...(strip ? { xaxis2: { title: { text: isNarrow() ? "bounds" : "lower bounds alone" }, domain: [width + 0.03, 1], range: [0, 1], showticklabels: false, showgrid: false, zeroline: false } } : {}),
-  }, isNarrow() ? 560 : 470);
+  }, isNarrow() ? 460 : 470);
 }
 panels.push(searchPanel, pricesPanel, whatIfPanel);
 timelineControls(); memoryControls(); modelControls(); clusterControls();

@@ -51,8 +51,7 @@ function stepPanel() {
     details("These seconds as a table", table("Seconds of one step", ["stage", ...names, "ends after"], step.ends.map((end, stage) => [`${stage}`, ...step.parts.map((part) => ({ number: seconds(part.seconds[stage]) })), { number: seconds(end) }]))));
   return draw("step-chart", label, traces, {
     xaxis: { title: { text: "seconds of one step" }, rangemode: "tozero" }, yaxis: { type: "category", categoryarray: rows, categoryorder: "array", autorange: "reversed", ticks: "" },
-    margin: { l: 8, r: 10, t: isNarrow() ? 30 : 12, b: 40 },
-  }, 120 + (rows.length > 12 ? 24 : 40) * rows.length + (isNarrow() ? 70 : 0));
+  }, 120 + (rows.length > 12 ? 24 : 40) * rows.length);
 }
 
 function pricesPanel() {
@@ -71,7 +70,7 @@ function pricesPanel() {
   return draw("prices-chart", `Step of the plan and of ${rows.length - 1} configurations: ${rows.map((row) => `${row.title} ${row.step_seconds ? seconds(row.step_seconds) : row.memory}`).join(", ")}`, [
     trace("step_seconds", "on its software", { marker: { color: rows.map((_, index) => color(index ? "c8" : "c0")) }, showlegend: false }),
     ...(own ? [trace("own_step_seconds", "on our programs", { marker: { color: faded(color("c0"), 0.35) }, showlegend: false })] : []),
-  ], { barmode: "group", xaxis: { title: { text: "seconds of one step" }, rangemode: "tozero", range: [0, 1.18 * Math.max(...rows.map((row) => Math.max(row.step_seconds || 0, row.own_step_seconds || 0)))] }, yaxis: { autorange: "reversed" } }, 90 + (own ? 58 : 46) * rows.length);
+  ], { barmode: "group", xaxis: { title: { text: "seconds of one step" }, rangemode: "tozero", range: [0, (isNarrow() ? 1.35 : 1.18) * Math.max(...rows.map((row) => Math.max(row.step_seconds || 0, row.own_step_seconds || 0)))] }, yaxis: { autorange: "reversed" } }, 90 + (own ? 58 : 46) * rows.length);
 }
 
 function whatIfPanel() {

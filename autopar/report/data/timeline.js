@@ -1,4 +1,5 @@
-// The timeline: bars of the visible window. Bars that would be narrower than a pixel are drawn together until one zooms in.
+// The timeline: bars of the visible window. Bars that would be narrower than a pixel are drawn together until one zooms in, the paler
+// the more of the time between them is free.
 const timeline = { view: 0, range: null };
 const ACTION_COLORS = { F: "c0", B: "c1", I: "c1", W: "c5", reduction: "c4", optimizer: "c2", compute: "c6", "exposed communication": "c9", stall: "c8", transfer: "c4" };
 const KIND_WORDS = { compute: "compute", "exposed communication": "exposed communication of the model axes", stall: "waits for the data axis", transfer: "communication of the data axis (overlapped)" };
@@ -35,8 +36,8 @@ function visible(spans, from, to, least) {
     if (span.end < from || span.start > to || span.end <= span.start) continue;
     if (span.end - span.start >= least) { out.push(span); run = null; continue; }
     if (run && span.start - run.end < least && run.kind === span.kind) {
-      run.end = Math.max(run.end, span.end); run.count += 1; run.words = `${run.count} spans: ${run.first} … ${span.words}`;
-    } else { run = { ...span, count: 1, first: span.words, text: "" }; out.push(run); }
+      run.end = Math.max(run.end, span.end); run.count += 1; run.busy += span.end - span.start; run.words = `${run.count} spans: ${run.first} … ${span.words}`;
+    } else { run = { ...span, count: 1, busy: span.end - span.start, first: span.words, text: "" }; out.push(run); }
   }
   return out;
 }
@@ -51,16 +52,19 @@ function timelinePanel() {
     all += row.spans.length;
     for (const span of visible(row.spans, from, to, 1.5 * (to - from) / width)) {
       const key = KIND_WORDS[span.kind] || data.actions[span.kind];
-      if (!groups.has(key)) groups.set(key, { kind: span.kind, y: [], x: [], base: [], text: [], customdata: [] });
+      if (!groups.has(key)) groups.set(key, { kind: span.kind, y: [], x: [], base: [], text: [], customdata: [], opacity: [], border: [] });
       const group = groups.get(key);
       shown += span.count || 1;
+      const share = span.count ? span.busy / (span.end - span.start) : 1;
+      group.opacity.push(0.2 + 0.8 * share); group.border.push((span.end - span.start) / (to - from) * width > 6 ? 0.7 : 0);
       group.y.push(row.name); group.base.push(span.start); group.x.push(span.end - span.start);
       group.text.push((span.end - span.start) / (to - from) * width > 24 ? span.text : "");
-      group.customdata.push(`<b>${row.name}</b><br>${wrapped(span.words)}<br>${seconds(span.end - span.start)}, from ${seconds(span.start)}`);
+      group.customdata.push(`<b>${row.name}</b><br>${wrapped(span.words)}<br>${seconds(span.end - span.start)}, from ${seconds(span.start)}${span.count > 1 ? `, busy ${percent(share, 2)} of it` : ""}`);
     }
   }
   const traces = [...groups].map(([name, group]) => ({
-    type: "bar", orientation: "h", name, ...group, kind: undefined, marker: { color: color(ACTION_COLORS[group.kind]), line: { color: color("panel"), width: group.x.length < 1500 ? 0.6 : 0 } },
+    type: "bar", orientation: "h", name, y: group.y, x: group.x, base: group.base, text: group.text, customdata: group.customdata,
+    marker: { color: color(ACTION_COLORS[group.kind]), opacity: group.opacity, line: { color: color("panel"), width: group.border } },
     textposition: "inside", insidetextanchor: "middle", textangle: 0, textfont: { size: 11, color: "#fff" }, constraintext: "none", hovertemplate: "%{customdata}<extra></extra>",
   }));
   const stages = data.stages.length;
