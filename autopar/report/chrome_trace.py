@@ -39,6 +39,7 @@ def chrome_trace(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
             "step_seconds": timeline.evaluation.step_seconds,
             "ranks": f"one rank of each of {len(timeline.stages)} pipeline stages, of {plan.candidate.devices} ranks",
             "streams": "of all micro-batches" if whole else "of the first and the last micro-batch of each stage",
+            **({} if timeline.flushed else {"batch": "one of many: the next one begins before it ends"}),
         },
     }
 

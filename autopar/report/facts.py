@@ -38,7 +38,7 @@ def page_facts(plan: Plan, measured: dict[str, Any] | None = None) -> dict[str, 
         "memory": memory_facts(plan, cluster, timeline),
         "model": model_facts(plan, timeline),
         "cluster": cluster_facts(plan, cluster, timeline),
-        "search": search_facts(plan),
+        "search": search_facts(plan, timeline.evaluation),
         "prices": price_facts(plan, timeline.evaluation),
         "what_if": what_if_facts(plan, cluster, timeline.evaluation),
     }

@@ -16,7 +16,7 @@ from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
 
 
-def search_facts(plan: Plan) -> dict[str, Any]:
+def search_facts(plan: Plan, evaluation: Evaluation) -> dict[str, Any]:
     """Return every point of the search with its status, the lower bound, the frontier, and what the file does not hold."""
     search, predicted = plan.document.search, plan.document.predicted
     solved = [each for each in search.meshes if each.step_seconds is not None and each.peak_memory_bytes is not None]
@@ -29,7 +29,7 @@ def search_facts(plan: Plan) -> dict[str, Any]:
         "frontier": [[each.peak_memory_bytes, each.step_seconds] for each in _frontier(solved)],
         "bound_seconds": predicted.lower_bound_seconds,
         "gap": predicted.gap,
-        "chosen": [predicted.peak_memory_bytes, predicted.step_seconds],
+        "chosen": [evaluation.peak_memory_bytes, evaluation.step_seconds],
         "fastest": [search.fastest.plan, search.fastest.step_seconds] if search.fastest else None,
         "missing": list(_missing(plan, len(solved))),
     }
@@ -128,11 +128,14 @@ def _rate(candidate: Candidate, step_seconds: float) -> float | None:
 
 
 def _resized(candidate: Candidate, cluster: Cluster) -> Iterator[tuple[str, Candidate, Cluster]]:
-    """Yield the plan on twice and half the data ranks, with as many examples on each. Nothing of a cluster of several kinds."""
+    """Yield the plan on twice and half the data ranks, with as many examples on each. Nothing of a cluster of several kinds, or
+    without links, nor of processes on one machine, whose cores do not become more."""
+    if cluster.groups or not cluster.links or cluster.device.kind == "cpu":
+        return
     degree = candidate.mesh.size_of(DATA_AXIS)
     for name, twice, half in (("twice the devices, twice the batch", 2, 1), ("half the devices, half the batch", 1, 2)):
         sizes = (degree, candidate.batch, cluster.size, candidate.zero_group or half)
-        if cluster.groups or DATA_AXIS not in candidate.mesh.names or any(size % half for size in sizes):
+        if DATA_AXIS not in candidate.mesh.names or any(size % half for size in sizes):
             continue
         axes = tuple(
             replace(axis, size=axis.size * twice // half) if axis.name == DATA_AXIS else axis for axis in candidate.mesh.axes
