@@ -111,6 +111,7 @@ async function drawAll() { for (const panel of panels) await panel(); }
 async function start() {
   await drawAll();
   document.documentElement.dataset.ready = "true";
+  byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly.js measures texts in it
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   let narrow = isNarrow();
   addEventListener("resize", () => { if (narrow !== isNarrow()) { narrow = isNarrow(); drawAll(); } });

@@ -1,5 +1,8 @@
-// The model: its calls by stage, and the operations of one block by how they are sharded.
+// The model: its calls by stage, and the operations of one block by how they are sharded. (A hover label that is higher than its
+// chart is not shown at all, so that labels have few lines.)
 const model = { block: 0, axis: 0 };
+
+function few(lines, most, what) { return lines.length <= most + 1 ? lines : [...lines.slice(0, most), `${lines.length - most} more ${what} in the table below`]; }
 
 function modelPanel() {
   const data = facts.model, stages = facts.step.ends.length;
@@ -10,8 +13,8 @@ function modelPanel() {
   const calls = draw("model-calls", `${data.calls.length} calls of ${data.blocks.length} distinct blocks: ${data.blocks.map((block) => `${block.count} of ${block.path}`).join(", ")}`, groups.map(({ block, index, calls }) => ({
     type: "bar", orientation: "h", name: block.name + (block.count > 1 ? ` × ${block.count}` : ""), y: calls.map((call) => (stages > 1 ? `stage ${call[2]}` : "calls")), base: calls.map((call) => position[call[3]]), x: calls.map(() => 1),
     marker: { color: hue(index), line: { color: color("panel"), width: data.calls.length > 200 ? 0 : 1 } },
-    customdata: calls.map((call) => `<b>${escaped(call[0])}</b><br>${block.name}, ${block.state}<br>${block.parameters.map(([path, shape, place]) => `${escaped(path)} [${shape}] ${place}`).slice(0, 12).join("<br>")}`), hovertemplate: "%{customdata}<extra></extra>",
-  })), { barmode: "overlay", bargap: 0.2, xaxis: { title: { text: stages > 1 ? "calls of the stage, in order" : "calls, in order" }, range: [0, 1 + Math.max(...position)], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: stages > 1 ? facts.step.ends.map((_, stage) => `stage ${stage}`) : ["calls"], categoryorder: "array", autorange: "reversed" } }, 110 + (stages > 12 ? 22 : 40) * stages);
+    customdata: calls.map((call) => `<b>${escaped(call[0])}</b><br>${block.name}, ${block.state}<br>${few(block.parameters.map(([path, shape, place]) => `${escaped(path)} [${shape}] ${place}`), 3, "parameters").join("<br>")}`), hovertemplate: "%{customdata}<extra></extra>",
+  })), { barmode: "overlay", bargap: 0.2, xaxis: { title: { text: stages > 1 ? "calls of the stage, in order" : "calls, in order" }, range: [0, 1 + Math.max(...position)], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: stages > 1 ? facts.step.ends.map((_, stage) => `stage ${stage}`) : ["calls"], categoryorder: "array", autorange: "reversed" } }, Math.max(190, 110 + (stages > 12 ? 22 : 40) * stages));
   return Promise.all([calls, blockPanel()]);
 }
 
@@ -21,7 +24,7 @@ function blockPanel() {
   const rows = [...new Set(operations.map((operation) => operation.module || "(block)"))], words = [...new Set(operations.map((operation) => operation.sharding[model.axis] || "one rank"))].sort();
   const whole = words.indexOf("whole on every rank");
   if (whole >= 0) words.push(...words.splice(whole, 1));
-  const hover = (operation) => `<b>${escaped(operation.name)}</b> ${escaped(operation.op)}<br>${escaped(operation.module || block.name)}${operation.source ? ` · ${escaped(operation.source)}` : ""}<br>` + operation.operands.map((text) => `in&nbsp; ${escaped(text)}<br>`).join("") + operation.results.map((text) => `out ${escaped(text)}<br>`).join("")
+  const hover = (operation) => `<b>${escaped(operation.name)}</b> ${escaped(operation.op)}<br>${escaped(operation.module || block.name)}${operation.source ? ` · ${escaped(operation.source)}` : ""}<br>` + few(operation.operands.map((text) => `in&nbsp; ${escaped(text)}`), 5, "operands").map((line) => `${line}<br>`).join("") + few(operation.results.map((text) => `out ${escaped(text)}`), 3, "results").map((line) => `${line}<br>`).join("")
     + data.axes.map((name, index) => `${name}: ${operation.sharding[index]}`).join("<br>") + `<br>forward ${seconds(operation.seconds[0])}, backward ${seconds(operation.seconds[1])} a call${operation.more.length ? `<br>${operation.more.join(", ")}` : ""}`;
   const short = (text) => (isNarrow() && text.length > 16 ? `…${text.slice(-15)}` : text);
   byId("model-tables").replaceChildren(
@@ -33,7 +36,7 @@ function blockPanel() {
       type: "bar", orientation: "h", name: word, y: chosen.map(([operation]) => short(operation.module || "(block)")), base: chosen.map(([, place]) => place), x: chosen.map(() => 1),
       marker: { color: word === "whole on every rank" ? faded(color("c8"), 0.55) : hue(index), line: { color: color("panel"), width: 1 } }, customdata: chosen.map(([operation]) => hover(operation)), hovertemplate: "%{customdata}<extra></extra>",
     };
-  }), { barmode: "overlay", bargap: 0.18, xaxis: { title: { text: "operations, in order" }, range: [0, operations.length], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: rows.map(short), categoryorder: "array", autorange: "reversed" } }, 130 + 26 * rows.length);
+  }), { barmode: "overlay", bargap: 0.18, xaxis: { title: { text: "operations, in order" }, range: [0, operations.length], zeroline: false, showgrid: false }, yaxis: { type: "category", categoryarray: rows.map(short), categoryorder: "array", autorange: "reversed" } }, Math.max(320, 130 + 26 * rows.length));
 }
 
 function modelControls() {

@@ -49,7 +49,7 @@ function timelinePanel() {
   const width = Math.max(200, byId("timeline-chart").clientWidth - 90), groups = new Map();
   let shown = 0, all = 0;
   for (const row of rows) {
-    all += row.spans.length;
+    all += row.spans.filter((span) => span.end > span.start).length;
     for (const span of visible(row.spans, from, to, 1.5 * (to - from) / width)) {
       const key = KIND_WORDS[span.kind] || data.actions[span.kind];
       if (!groups.has(key)) groups.set(key, { kind: span.kind, y: [], x: [], base: [], text: [], customdata: [], opacity: [], border: [] });
