@@ -9,8 +9,11 @@ from autopar.errors import AutoparError
 from autopar.explain.reasons import parts_of_step, plan_reasons
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.facts import plan_timeline
+from autopar.report.memory_facts import KIND_WORDS
 
 _GIB = 2.0**30
+_SMALLEST_SHARE = 1e-3
+"""Of the step or the peak: what is less has no row."""
 _BAR = "display:inline-block;height:.7em;background:#2f6fde;vertical-align:baseline"
 
 
@@ -35,9 +38,14 @@ def _parts(plan: Plan) -> Iterator[str]:
         return
     evaluation = timeline.evaluation
     yield "".join(f"<p>{escape(line)}</p>" for line in plan_reasons(plan.graph, plan.candidate, cluster, evaluation))
-    rows = [(name, _seconds(seconds), _bar(seconds / evaluation.step_seconds)) for name, seconds in parts_of_step(evaluation)]
+    rows = [
+        (name, _seconds(seconds), _bar(seconds / evaluation.step_seconds))
+        for name, seconds in parts_of_step(evaluation)
+        if seconds >= _SMALLEST_SHARE * evaluation.step_seconds
+    ]
     yield _table(("where each second goes", "a step", "share"), rows, raw=2)
-    kinds = [(kind, _size(size)) for kind, size in evaluation.memory if size]
+    least = _SMALLEST_SHARE * evaluation.peak_memory_bytes
+    kinds = [(KIND_WORDS[kind], _size(size)) for kind, size in evaluation.memory if size >= least]
     yield _table(("memory of the fullest device", "at its peak"), kinds)
     others = [(each.title or key.upper(), each) for key, each in document.baselines.items() if each is not None]
     if others:
@@ -79,4 +87,6 @@ def _seconds(value: float | None) -> str:
 
 
 def _size(value: float | None) -> str:
-    return "–" if value is None else f"{value / _GIB:.4g} GiB"
+    if value is None:
+        return "–"
+    return f"{value / _GIB:.4g} GiB" if value >= _GIB else f"{1024 * value / _GIB:.4g} MiB"
