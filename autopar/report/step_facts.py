@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline
-from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace
-from autopar.cost_models.step.stage_times import StageTime
+from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES
 from autopar.explain.predicted_step import predicted_step, stage_parts
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.schedules.placement import chunks_of_stages
 
 COMPUTE, DATA, BUBBLE, OPTIMIZER = "compute", "waits for the data axis", "pipeline bubble", "optimizer"
 MEASURED_PARTS = {
@@ -26,10 +25,7 @@ MEASURED_PARTS = {
 def step_facts(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
     """Return the parts of the step of each stage, which add up to the end of the stage."""
     evaluation = timeline.evaluation
-    rows = [
-        _parts(number, plan, stage, traces)
-        for number, (stage, traces) in enumerate(zip(evaluation.stages, timeline.traces, strict=True))
-    ]
+    rows = [_parts(number, plan, timeline) for number in range(len(evaluation.stages))]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name, 0.0) > 0 for row in rows)]
     return {
         "step_seconds": evaluation.step_seconds,
@@ -45,12 +41,17 @@ def step_facts(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
     }
 
 
-def _parts(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, float]:
-    """Return the parts of one stage: those of `explain.predicted_step`, with exposed communication by mesh axis."""
+def _parts(number: int, plan: Plan, timeline: StepTimeline) -> dict[str, float]:
+    """Return the parts of one stage: those of `explain.predicted_step`, with exposed communication by mesh axis, and the
+    accumulation of gradients in the compute, where the evaluator has it."""
+    stage, traces = timeline.evaluation.stages[number], timeline.traces[number]
     row = stage_parts(number, plan, stage, traces)
     calls = [traces[plan.graph.calls[index].block] for index in stage.calls]
     micro_batches = plan.candidate.micro_batches
-    out = {COMPUTE: row["compute_seconds"]}
+    chunks = [timeline.chunks[chunk] for chunk in chunks_of_stages(plan.candidate.pipeline)[number]]
+    accumulated = micro_batches * sum(each.accumulate_seconds for chunk in chunks for each in chunk.communication)
+    accumulated = min(accumulated, row["data_wait_seconds"])
+    out = {COMPUTE: row["compute_seconds"] + accumulated}
     for axis, name in enumerate(plan.candidate.mesh.names):
         if seconds := micro_batches * sum(call.exposed_axis_seconds[axis] for call in calls):
             out[f"exposed on {name}" + (" (losses, counts)" if name == DATA_AXIS else "")] = seconds
@@ -58,6 +59,7 @@ def _parts(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallT
         if seconds := micro_batches * sum(call.stall_seconds(link) for call in calls):
             out[name] = seconds
     out[DATA], out[BUBBLE], out[OPTIMIZER] = (row[f"{part}_seconds"] for part in ("data_wait", "pipeline_wait", "optimizer"))
+    out[DATA] -= accumulated
     return out
 
 

@@ -40,6 +40,10 @@ def test_panels_add_up_to_the_evaluation(plan: Plan) -> None:
     assert step["step_seconds"] == evaluation.step_seconds
     for stage, time in enumerate(evaluation.stages):
         assert sum(part["seconds"][stage] for part in step["parts"]) == pytest.approx(time.end_seconds, rel=1e-9)
+    bottleneck = {part["name"]: part["seconds"][evaluation.bottleneck] for part in step["parts"]}
+    assert bottleneck["compute"] == pytest.approx(evaluation.compute_seconds, rel=1e-9)
+    assert bottleneck["waits for the data axis"] == pytest.approx(evaluation.stall_seconds, rel=1e-6, abs=1e-12)
+    assert bottleneck["optimizer"] == pytest.approx(evaluation.optimizer_seconds, rel=1e-9)
     timeline = facts["timeline"]
     for stage, time in zip(timeline["stages"], evaluation.stages, strict=True):
         assert stage["end"] * timeline["unit_seconds"] == pytest.approx(time.end_seconds, rel=1e-6)
