@@ -11,7 +11,7 @@ from typing import Any
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.facts import page_facts
 
-SCRIPTS = ("base.js", "step.js", "timeline.js", "memory.js", "model.js", "cluster.js", "search.js")
+SCRIPTS = ("base.js", "step.js", "timeline.js", "memory.js", "model.js", "cluster.js", "prices.js", "search.js")
 """In the order in which they are run: each adds its panels, the last one draws them all."""
 
 
