@@ -12,9 +12,8 @@ from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.step.stage_devices import stage_cluster
 from autopar.cost_models.step.stage_p2p import stage_link
 from autopar.ir.describe import describe_axis
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.runtime.device.mesh import PIPELINE_AXIS
 
 _EVERY_DEVICE = 64
 """Clusters up to so many devices are drawn whole; of larger ones, nodes of each end."""

@@ -95,6 +95,7 @@ class Browser:
 
     def show(self, path: Path, width: int, dark: bool, height: int = 900) -> None:
         """Open a file at this width, in this colour scheme, and wait until it has drawn."""
+        self.value("delete document.documentElement.dataset.ready")  # of the page before
         self.problems = []
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -102,6 +103,7 @@ class Browser:
         self.call("Page.navigate", url=path.resolve().as_uri())
         ready = "document.documentElement?.dataset.ready === 'true'"
         until(lambda: self.problems or self.value(ready), 60, f"{path} is drawn")
+        assert not self.problems, self.problems
 
     def screenshot(self, path: Path) -> None:
         """The whole page as a PNG."""
