@@ -34,7 +34,10 @@ def pipelined(one_stage: Plan) -> Callable[..., Plan]:
         cluster = Cluster.parse(f"dgx-h100:{nodes or stages}")
         data = cluster.size // stages // 2
         axes = tuple(replace(axis, size=data if axis.name == "dp" else axis.size) for axis in one_stage.candidate.mesh.axes)
-        candidate = replace(one_stage.candidate, mesh=Mesh(axes), batch=data * micro_batches)
+        blocks = one_stage.candidate.blocks
+        if pipeline.weight_versions > 1:  # they take whole state
+            blocks = tuple(replace(block, zero=0) for block in blocks)
+        candidate = replace(one_stage.candidate, mesh=Mesh(axes), blocks=blocks, batch=data * micro_batches)
         info = replace_struct(document.cluster, name=cluster.name, devices=cluster.size, description=cluster.to_dict())
         return assemble_plan(
             one_stage.graph, replace(candidate, micro_batches=micro_batches, pipeline=pipeline), model=document.model,
