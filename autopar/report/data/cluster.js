@@ -205,7 +205,7 @@ function clusterPanel() {
         x: devices.x,
         y: devices.y,
         text: isNarrow() && data.node > 4 ? [] : devices.text,
-        textfont: { size: 10, color: "#fff" },
+        textfont: { size: 10, color: color("mark") },
         marker: { symbol: "square", size: isNarrow() ? 13 : 24, color: devices.color, line: { color: color("panel"), width: 1 } },
         customdata: devices.hover,
         hovertemplate: "%{customdata}<extra></extra>",

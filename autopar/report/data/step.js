@@ -93,7 +93,7 @@ function stepPanel() {
       textposition: "inside",
       insidetextanchor: "middle",
       textangle: 0,
-      textfont: { color: "#fff", size: 12 },
+      textfont: { color: color("mark"), size: 12 },
       customdata: part.seconds.map(
         (value, stage) =>
           `<b>${rowOf(stage).replace(" ◂", "")}: ${part.name}</b><br>${seconds(value)}, ` +

@@ -143,7 +143,7 @@ function timelinePanel() {
     textposition: "inside",
     insidetextanchor: "middle",
     textangle: 0,
-    textfont: { size: 11, color: "#fff" },
+    textfont: { size: 11, color: color("mark") },
     constraintext: "none",
     hovertemplate: "%{customdata}<extra></extra>",
   }));
