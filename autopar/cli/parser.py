@@ -158,7 +158,7 @@ def _other_software(add: Callable[[str, str, str], argparse.ArgumentParser], pla
         "--for", dest="software", default="autopar", metavar="SOFTWARE",
         help="autopar (default), megatron, torchtitan, deepspeed, accelerate or transformers: what it should be set to",
     )  # fmt: skip
-    fit = add("fit", "fit", "whether configurations of other software start and fit, and what is better")
+    fit = add("fit", "software.fit", "whether configurations of other software start and fit, and what is better")
     fit.add_argument("config", metavar="CONFIG", nargs="+", help="shell script of arguments, overrides, TOML, YAML or JSON")
     fit.add_argument("--model", metavar="MODEL", help=f"where the file does not say it: {MODEL_HELP}")
     fit.add_argument("--cluster", metavar="C", help=CLUSTER_HELP)
@@ -168,7 +168,7 @@ def _other_software(add: Callable[[str, str, str], argparse.ArgumentParser], pla
     fit.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, where the file does not say it")
     fit.add_argument("--recompute", choices=("none", "selective", "full"), help="recomputation, where the script decides it")
     fit.add_argument("--quick", action="store_true", help="look for nothing better")
-    which = add("compare-clusters", "compare_clusters", "time and money of a training run on several clusters")
+    which = add("compare-clusters", "software.compare_clusters", "time and money of a training run on several clusters")
     which.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     which.add_argument("clusters", metavar="CLUSTER@PRICE", nargs="+", help="as dgx-h100:16@2.5: price of a device for an hour")
     which.add_argument("--tokens", type=amount, required=True, metavar="T", help="of the run, as 1e12")
@@ -227,6 +227,17 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
     explain.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of the new search (default 300)")
+
+    report = add("report", "report", "write a page of the plan to look at: one HTML file that needs no network")
+    report.add_argument("plan", metavar="plan.json")
+    report.add_argument("-o", "--output", default="report.html", metavar="report.html", help="where (default report.html)")
+    report.add_argument(
+        "--measured", default="", metavar="measured.json",
+        help="what parallel.report().save(...) wrote, to stand beside (default: measured.json beside the plan, if there)",
+    )  # fmt: skip
+    trace = add("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
+    trace.add_argument("plan", metavar="plan.json")
+    trace.add_argument("-o", "--output", default="trace.json", metavar="trace.json", help="where (default trace.json)")
 
     verify = add(
         "verify",

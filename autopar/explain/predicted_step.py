@@ -30,7 +30,7 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
     traces_of = stage_traces(plan.graph, candidate, cluster)
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     peak = sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) * candidate.mesh.size
-    stages = [_stage(number, plan, stage, traces_of[number]) for number, stage in enumerate(evaluation.stages)]
+    stages = [stage_parts(number, plan, stage, traces_of[number]) for number, stage in enumerate(evaluation.stages)]
     return {
         "step_seconds": evaluation.step_seconds,
         "devices": candidate.devices,
@@ -48,7 +48,7 @@ def predicted_step(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stage(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, Any]:
+def stage_parts(number: int, plan: Plan, stage: StageTime, traces: Mapping[str, CallTrace]) -> dict[str, Any]:
     """Return a stage, whose parts add up to the step; a stage that ends before the slowest one waits for it."""
     micro_batches = plan.candidate.micro_batches
     calls = [traces[plan.graph.calls[index].block] for index in stage.calls]

@@ -8,6 +8,8 @@ from math import prod
 from autopar.ir.names import Name
 
 DATA_AXIS = "dp"
+PIPELINE_AXIS = "pp"
+"""Of pipeline stages, which are meshes of their own: outside of every `Mesh`."""
 MODEL_AXES = ("tp", "tp2")
 EXPERT_AXIS = "ep"
 """A model axis that may shard the batch too: experts are sharded over it, and all else is data parallel on the same ranks."""

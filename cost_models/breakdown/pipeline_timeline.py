@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
-from autopar.cost_models.step.chunk_costs import chunk_costs
+from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
 from autopar.cost_models.step.stage_times import schedule_times
 from autopar.ir.graph import Graph
@@ -47,9 +48,13 @@ class PipelineTimeline:
 
 def pipeline_timeline(graph: Graph, candidate: Candidate, cluster: Cluster, optimizer: str) -> PipelineTimeline:
     """Return the timeline with the times of `evaluate`. PlanError where the candidate's schedule is none."""
-    schedule = schedule_of(candidate.pipeline, candidate.micro_batches)
     traces = stage_traces(graph, candidate, cluster)
-    costs = chunk_costs(graph, candidate, cluster, traces, optimizer_named(optimizer))
+    return chunks_timeline(candidate, cluster, chunk_costs(graph, candidate, cluster, traces, optimizer_named(optimizer)))
+
+
+def chunks_timeline(candidate: Candidate, cluster: Cluster, costs: Sequence[ChunkCost]) -> PipelineTimeline:
+    """Return the timeline of model chunks of these costs."""
+    schedule = schedule_of(candidate.pipeline, candidate.micro_batches)
     times = schedule_times(costs, cluster)
     alone, shared = ScheduleClock.of(schedule), cluster.device.ranks_per_core
     clock = SharedCores(alone, shared, times.waits) if shared > 1 else alone

@@ -24,16 +24,22 @@ def exposed_blocks(seconds: float, compute_seconds: float, blocks: int) -> float
 
 
 def exposed_segments(stream: Sequence[StreamSegment]) -> list[tuple[float, frozenset[str]]]:
-    """The main stream without what overlaps: a collective overlaps with the compute before it, then with the compute after it;
+    """The main stream without what overlaps."""
+    exposed = exposed_seconds(stream)
+    return [(seconds, links) for seconds, (_, links, _) in zip(exposed, stream, strict=True) if seconds > 0]
+
+
+def exposed_seconds(stream: Sequence[StreamSegment]) -> list[float]:
+    """Return what is left of each segment: a collective overlaps with the compute before it, then with the compute after it;
     compute hides no more than it takes."""
     unused_compute = [0.0 if links else seconds for seconds, links, _ in stream]
     out = []
-    for index, (seconds, links, share) in enumerate(stream):
+    for index, (seconds, _, share) in enumerate(stream):
         hidden = 0.0
         for beside in (index - 1, index + 1) if share else ():
             if 0 <= beside < len(stream):
                 more = min(seconds * share - hidden, unused_compute[beside])
                 unused_compute[beside] -= more
                 hidden += more
-        out.append((seconds - hidden, links))
-    return [(seconds, links) for seconds, links in out if seconds > 0]
+        out.append(seconds - hidden)
+    return out

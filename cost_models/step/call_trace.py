@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.compute.operations import Profile, work_shards
-from autopar.cost_models.compute.overlapped_collectives import StreamSegment, exposed_segments
+from autopar.cost_models.compute.overlapped_collectives import StreamSegment, exposed_seconds, exposed_segments
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import BlockMemory, block_memory
@@ -34,6 +34,7 @@ class CallTrace:
     forward, backward: the segments. A backward begins with all that it recomputes, or gathers (of tensors saved in parts). Copies
         of offloaded tensors and launches of the host overlap with the call; where they take longer, a last segment is the stall.
     axis_seconds: communication on each mesh axis, overlapped or exposed.
+    exposed_axis_seconds: the exposed part of it.
     model_flops, flops: without and with recomputation, over all devices of the mesh.
     redundant_flops: per mesh axis, those of operations that every rank of the axis repeats.
     weight_gradient_seconds: part of the backward that a schedule may delay (split backward).
@@ -51,6 +52,7 @@ class CallTrace:
     redundant_flops: tuple[float, ...]
     weight_gradient_seconds: float = 0.0
     weight_gradient_bytes: float = 0.0
+    exposed_axis_seconds: tuple[float, ...] = ()
 
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
@@ -75,6 +77,7 @@ class CallTrace:
             redundant_flops=tuple(recorder.redundant_flops),
             weight_gradient_seconds=weight_gradient_seconds,
             weight_gradient_bytes=weight_gradient_bytes,
+            exposed_axis_seconds=recorder.exposed_axis_seconds(),
         )
 
     def seconds(self, *, backward: bool, exposed: bool) -> float:
@@ -125,6 +128,8 @@ class _Recorder:
     model_flops: float = 0.0
     flops: float = 0.0
     launches: list[int] = field(default_factory=lambda: [0, 0])
+    communications: list[tuple[list[StreamSegment], int, int, float]] = field(default_factory=list)
+    """Each collective: its stream, its segment there, its mesh axis and seconds."""
 
     def __post_init__(self) -> None:
         axes = len(self.costs.mesh.sizes)
@@ -205,6 +210,23 @@ class _Recorder:
             self.axis_seconds[axis] += seconds
             links = links_of_axis(self.costs.cluster, self.costs.mesh, axis).names
             _append(stream, seconds, links, self._overlap_share(axis) if share is None else share)
+            self.communications.append((stream, len(stream) - 1, axis, seconds))
+
+    def exposed_axis_seconds(self) -> tuple[float, ...]:
+        """Return the exposed communication of each axis; of a segment that several share, each has its part."""
+        streams = self.forward, self.recompute, self.backward
+        if not any(share for stream in streams for _, _, share in stream):
+            return tuple(self.axis_seconds)
+        out = [0.0] * len(self.axis_seconds)
+        shares = {}
+        for stream in streams:
+            ordered = stream if stream is not self.backward else stream[::-1]
+            exposed = exposed_seconds(ordered)
+            left = exposed if stream is not self.backward else exposed[::-1]
+            shares[id(stream)] = [kept / whole for kept, (whole, *_) in zip(left, stream, strict=True)]
+        for stream, segment, axis, seconds in self.communications:
+            out[axis] += seconds * shares[id(stream)][segment]
+        return tuple(out)
 
 
 def _append(stream: list[StreamSegment], seconds: float, links: frozenset[str], share: float = 0.0) -> None:

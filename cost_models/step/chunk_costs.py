@@ -86,10 +86,15 @@ def owned_state(
 
 
 def chunk_costs(
-    graph: Graph, candidate: Candidate, cluster: Cluster, traces_of: Sequence[Mapping[str, CallTrace]], optimizer: Optimizer
+    graph: Graph,
+    candidate: Candidate,
+    cluster: Cluster,
+    traces_of: Sequence[Mapping[str, CallTrace]],
+    optimizer: Optimizer,
+    record: bool = False,
 ) -> tuple[ChunkCost, ...]:
     """Return every model chunk of the pipeline, in the model's order. `cluster` is the whole one, `traces_of` are the blocks on
-    each stage."""
+    each stage; with `record` the passes have what their streams do."""
     pipeline, mesh = candidate.pipeline, candidate.mesh
     clusters = stage_clusters(cluster, pipeline.stages)
     data_links = [links_of_axis(each, mesh, mesh.index(DATA_AXIS)) for each in clusters]
@@ -114,6 +119,7 @@ def chunk_costs(
             pipelined=len(chunks) > 1,
             overlap=cluster.overlap,
             sent_seconds=max(on_data_links[chunk : chunk + 2]),
+            record=record,
         )
         weights = sum(trace.weight_gradient_seconds for trace in runs)
         forward, backward = (sum(trace.seconds(backward=each, exposed=True) for trace in runs) for each in (False, True))

@@ -40,6 +40,8 @@ class Evaluation:
     bubble_seconds: it waits for other pipeline stages.
     optimizer_seconds: the update.
     axis_seconds: per mesh axis, communication of that stage, overlapped or exposed.
+    exposed_axis_seconds: per mesh axis, the exposed communication between and inside operations: with the stalls on the host they
+        add up to `exposed_seconds`.
     redundant_share: per mesh axis, the share of FLOPs that every rank of the axis repeats.
     model_flops: of one step over all devices, without recomputation; causal attention counts half.
     mfu: model FLOPs utilization.
@@ -63,6 +65,7 @@ class Evaluation:
     stage_memory: tuple[StageMemory, ...]
     host_stall_seconds: float = 0.0
     launch_stall_seconds: float = 0.0
+    exposed_axis_seconds: tuple[tuple[str, float], ...] = ()
 
     @property
     def bottleneck(self) -> int:
@@ -211,6 +214,10 @@ def _summary(
         stage_memory=tuple(memory),
         host_stall_seconds=total(lambda trace: trace.stall_seconds(HOST_LINK), own_calls),
         launch_stall_seconds=total(lambda trace: trace.stall_seconds(LAUNCHES), own_calls),
+        exposed_axis_seconds=tuple(
+            (name, total(lambda trace, axis=axis: trace.exposed_axis_seconds[axis], own_calls))  # type: ignore[misc]
+            for axis, name in enumerate(names)
+        ),
     )
 
 

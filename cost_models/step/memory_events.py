@@ -79,10 +79,11 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The bytes by kind at the largest event; their sum is the peak."""
+    """The bytes by kind at the largest event, whose sum is the peak; `events` are all of the step."""
 
     event: MemoryEvent
     table: dict[str, float]
+    events: tuple[MemoryEvent, ...] = ()
 
 
 def peak_memory(
@@ -118,11 +119,11 @@ def peak_memory(
         activations=0.0,
         temporaries=update_temporaries(states, foreach),
     )
-    events = [*_forward_events(calls, root, micro_batches), *_backward_events(calls, root, micro_batches), update]
+    events = (*_forward_events(calls, root, micro_batches), *_backward_events(calls, root, micro_batches), update)
     peak = max(events, key=lambda event: event.total_bytes)
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
-    return PeakMemory(peak, {kind: table[kind] for kind in KINDS})
+    return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, events)
 
 
 def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.step.call_trace import Segment
-from autopar.cost_models.step.streams import Streams
+from autopar.cost_models.step.streams import StreamRecord, Streams, StreamSpan
+
+GATHER, REDUCTION = "all-gather of weights", "reduction of gradients"
+"""Names of transfers on the data axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,13 @@ class MicroBatchPass:
 
     stall_seconds: part of `seconds` in which the main stream waits for the data axis.
     tail_seconds: part of `stall_seconds` that comes after the last call.
+    spans: what the streams do, from the beginning of the pass, where that is recorded.
     """
 
     seconds: float
     stall_seconds: float
     tail_seconds: float
+    spans: tuple[StreamSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ def simulate_step(
     pipelined: bool = False,
     overlap: Overlap | None = None,
     sent_seconds: float = 0.0,
+    record: bool = False,
 ) -> StepPasses:
     """Simulate one step of these calls.
 
@@ -79,6 +85,7 @@ def simulate_step(
         weights between them.
     overlap: what may overlap with the main stream.
     sent_seconds: p2p transfers to other stages in each pass, on the links of the data axis.
+    record: whether the passes have `spans`.
 
     Only the first and the last micro-batch are simulated. Every other one repeats the forward of the last and the backward of the
     first, since all that one hands to the next is a reduction of fixed size.
@@ -87,7 +94,7 @@ def simulate_step(
     clock = _StepClock(
         calls=calls,
         root=root,
-        streams=Streams(links, overlap.contention),
+        streams=Streams(links, overlap.contention, record=StreamRecord() if record else None),
         pipelined=pipelined,
         overlap=overlap,
         sent_seconds=sent_seconds,
@@ -124,15 +131,17 @@ class _StepClock:
         streams.issue_background(self.sent_seconds)
         gathers = [each.communication.gather_first if first else each.communication.gather_each for each in calls]
         if first:
-            streams.wait(streams.issue(self.root.gather_first))
+            streams.wait(streams.issue(self.root.gather_first, GATHER))
         still_gathered = not self.pipelined and not first
-        self._gather = 0 if still_gathered else streams.issue(gathers[0])
+        self._gather = 0 if still_gathered else streams.issue(gathers[0], GATHER, 0)
         for index, call in enumerate(calls):
+            if streams.record is not None:
+                streams.record.call = index
             if index and not prefetch:
                 streams.run_exposed(gathers[index])
             streams.wait(self._gather)
             if index + 1 < len(calls) and prefetch:
-                self._gather = streams.issue(gathers[index + 1])
+                self._gather = streams.issue(gathers[index + 1], GATHER, index + 1)
             for seconds, links in call.forward:
                 streams.run(seconds, links)
         end = streams.clock_seconds
@@ -144,15 +153,17 @@ class _StepClock:
         begin, stalled = streams.clock_seconds, streams.stall_seconds
         streams.issue_background(self.sent_seconds)
         if self.pipelined:
-            self._gather = streams.issue(calls[-1].communication.gather_backward)
+            self._gather = streams.issue(calls[-1].communication.gather_backward, GATHER, len(calls) - 1)
         reduction, left_over = 0, self.root.reduce_last if last else self.root.reduce_each
         for index in range(len(calls) - 1, -1, -1):
             call = calls[index]
+            if streams.record is not None:
+                streams.record.call = index
             if index + 1 < len(calls) and not prefetch:
                 streams.run_exposed(call.communication.gather_backward)
             streams.wait(self._gather)
             if index and prefetch:
-                self._gather = streams.issue(calls[index - 1].communication.gather_backward)
+                self._gather = streams.issue(calls[index - 1].communication.gather_backward, GATHER, index - 1)
             for seconds, links in call.backward:
                 streams.run(seconds, links)
             streams.run(call.communication.accumulate_seconds + (0.0 if index else self.root.accumulate_seconds))
@@ -160,20 +171,24 @@ class _StepClock:
                 streams.wait(reduction)
             reduce_seconds = call.communication.reduce_last if last else call.communication.reduce_each
             if self.overlap.gradient_reduction and (index or last):
-                reduction = streams.issue(reduce_seconds)
+                reduction = streams.issue(reduce_seconds, REDUCTION, index)
             else:
                 left_over += reduce_seconds
         end = streams.clock_seconds
         if last or not self.overlap.gradient_reduction:
-            streams.wait(streams.issue(left_over))
+            streams.wait(streams.issue(left_over, REDUCTION))
         else:
             streams.issue_background(left_over)
         return self._since(begin, stalled, end)
 
     def _since(self, begin: float, stalled: float, end_of_calls: float) -> MicroBatchPass:
         streams = self.streams
+        spans = streams.record.pass_ends(streams.clock_seconds) if streams.record is not None else ()
         return MicroBatchPass(
             seconds=streams.clock_seconds - begin,
             stall_seconds=streams.stall_seconds - stalled,
             tail_seconds=streams.clock_seconds - end_of_calls,
+            spans=tuple(
+                each._replace(start_seconds=each.start_seconds - begin, end_seconds=each.end_seconds - begin) for each in spans
+            ),
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
@@ -88,15 +89,40 @@ def stage_memories(
     owned: Sequence[OwnedState],
 ) -> tuple[StageMemory, ...]:
     """Return the memory of each stage. `traces_of` are the blocks on each stage, `owned` the state of each model chunk."""
+    devices = [each.device for each in stage_clusters(cluster, candidate.pipeline.stages)]
+    target = offload_target(cluster, candidate.precision)
+    out = []
+    for each, device, traces in zip(stage_peaks(graph, candidate, cluster, traces_of, owned), devices, traces_of, strict=True):
+        memory = _stage_memory(graph, traces, each.peak, each.calls)
+        room = target is None or each.offloaded_bytes <= target.capacity_bytes
+        out.append(replace(memory, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
+    return tuple(out)
+
+
+class StagePeak(NamedTuple):
+    """The peak of a stage with all events of its step, its calls as indices into the graph, and the bytes that it offloads."""
+
+    peak: PeakMemory
+    calls: tuple[int, ...]
+    offloaded_bytes: float
+
+
+def stage_peaks(
+    graph: Graph,
+    candidate: Candidate,
+    cluster: Cluster,
+    traces_of: Sequence[Mapping[str, CallTrace]],
+    owned: Sequence[OwnedState],
+) -> Iterator[StagePeak]:
+    """Yield the peak of each stage (arguments as `stage_memories`)."""
     saved = call_saved_bytes(graph, {name: trace.memory for name, trace in traces_of[0].items()})
     pipeline = candidate.pipeline
     devices = [each.device for each in stage_clusters(cluster, pipeline.stages)]
     inputs_bytes = user_held_bytes(graph, candidate.batch, candidate.mesh)
     communicators = communicator_count(candidate.mesh, candidate.zero_group, pipeline.stages)
-    out = []
     for stage, chunks in enumerate(chunks_of_stages(pipeline)):
-        states, traces, device = [owned[chunk] for chunk in chunks], traces_of[stage], devices[stage]
-        calls = _call_memories(graph, candidate, stage, traces, states, saved)
+        states, device = [owned[chunk] for chunk in chunks], devices[stage]
+        calls = _call_memories(graph, candidate, stage, traces_of[stage], states, saved)
         root = StateMemory.merged([each.root.memory for each in states])
         foreach = device.kind != "cpu"
         base, slack = process_bytes(device, communicators), fragmentation(device)
@@ -104,13 +130,8 @@ def stage_memories(
         if pipeline.weight_versions > 1:
             peak = _with_second_weight_version(peak, calls, root, stage + 1 < pipeline.stages, foreach)
             peak.table["slack"] = slack * sum(peak.table[kind] for kind in VARYING)
-        indices = [index for each in states for index in each.calls]
-        memory = _stage_memory(graph, traces, peak, indices)
         offloaded = root.offloaded + sum(call.state.offloaded for call in calls)
-        target = offload_target(cluster, candidate.precision)
-        room = target is None or offloaded <= target.capacity_bytes
-        out.append(replace(memory, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
-    return tuple(out)
+        yield StagePeak(peak, tuple(index for each in states for index in each.calls), offloaded)
 
 
 def _call_memories(

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ORDER = [
     *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
-    *("cost_models", "solve", "explain", "decoders", "software", "precision", "options", "planning", "passes"),
+    *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options", "planning", "passes"),
     *("program", "variants", "dryrun", "given_plan", "api", "integrations", "verification", "doctor"),
     *("validate", "cli"),
 ]

@@ -26,7 +26,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     plan = str(folder / "plan.json")
     made = answer("plan", "mlp", "--cluster", "local:4", "--batch", 32, "--force", "dp=2,tp=2,zero=3", "-o", plan)
     assert made.status == 0, made
-    out = {command: [command, plan] for command in ("inspect", "explain", "dryrun")}
+    out = {command: [command, plan] for command in ("inspect", "explain", "dryrun", "report", "trace")}
     out |= {"plan": ["plan", *PLANNING.split()], "verify": ["verify", *PLANNING.split()], "validate": ["validate"]}
     out |= {"doctor": ["doctor", "mlp"], "compare": ["compare", plan, str(folder / "measured.json")]}
     megatron = folder / "megatron.sh"

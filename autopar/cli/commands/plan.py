@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plans MODEL, prints the summary, and writes the plan where `-o` says."""
     if arguments.software != "autopar":
-        from autopar.cli.commands.plan_for import run_for
+        from autopar.cli.commands.software.plan_for import run_for
 
         return run_for(arguments, console)
     if arguments.output is not None:

@@ -6,7 +6,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -75,6 +77,11 @@ class Plan:
     def describe(self) -> str:
         """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
         return describe(self.graph, self.candidate, self.document.predicted.bubble_share or None)
+
+    def _repr_html_(self) -> str:
+        """Return the small report, which notebooks show."""
+        small: Any = import_module("autopar.report.notebook")  # it imports the evaluator, which imports this module
+        return str(small.small_report(self))
 
     def __str__(self) -> str:
         document = self.document

@@ -73,7 +73,8 @@ class Measurement:
             self.meter.remove()
         measured = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
         predicted = parallel.predicted_step() if parallel.predicted_step is not None else None
-        return StepReport(measured, predicted, dist.get_rank() if len(everywhere) > 1 else 0)
+        spans = {rank: each["spans"] for rank, each in enumerate(everywhere) if each["spans"]}
+        return StepReport(measured, predicted, dist.get_rank() if len(everywhere) > 1 else 0, spans)
 
     # -- called by the meter
 
@@ -128,6 +129,7 @@ class Measurement:
             "blocks": modules,
             "memory": self.memory,
             "micro_batches": self.parallel.program.micro_batches,
+            "spans": self._spans(mesh.pp.size),
             "steps": [
                 {
                     "seconds": {" ".join(label): each for label, each in step.seconds.items()},
@@ -139,6 +141,15 @@ class Measurement:
                 for step in self.steps
             ],
         }
+
+    def _spans(self, stages: int) -> list[tuple[str, float]]:
+        """Return the spans of the last step on the first rank of each stage; nothing on others, of which there may be
+        thousands."""
+        joined = dist.is_initialized()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        if rank % max(1, ranks // stages) or not self.steps:
+            return []
+        return [(" ".join(label).strip(), seconds) for label, seconds in self.steps[-1].spans]
 
 
 def _axes(mesh: MeshHandle) -> dict[str, str]:

@@ -90,10 +90,12 @@ OPTIMIZER: Label = ("optimizer", "")
 
 class StepTimes:
     """One step. `seconds`: of the clock, and of this thread's processor, by label. `sent`: how many collectives, their bytes, and
-    their seconds from the launch until the wait for them ended, by kind and axis. `calls`: forwards of each block."""
+    their seconds from the launch until the wait for them ended, by kind and axis. `calls`: forwards of each block. `spans`:
+    labels with their seconds of the clock, in order, one after the other."""
 
     def __init__(self) -> None:
         self.seconds: dict[Label, list[float]] = {}
+        self.spans: list[tuple[Label, float]] = []
         self.sent: dict[tuple[str, str], list[float]] = {}
         self.calls: dict[str, int] = {}
         self.between_seconds = 0.0
@@ -104,6 +106,7 @@ class StepTimes:
         entry = self.seconds.setdefault(label, [0.0, 0.0])
         entry[0] += clock
         entry[1] += processor
+        self.spans.append((label, clock))
 
     @property
     def step_seconds(self) -> float:

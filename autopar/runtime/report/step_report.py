@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,26 @@ VERSION = 1
 LOGGER = logging.getLogger("autopar")
 
 _DATA = (DATA_AXIS, "all", TIED)
+_MAIN = 1
+"""The thread of the main stream in `autopar trace`."""
 
 
 class StepReport:
     """The result of `parallel.report()`, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an
     exported program, to which `autopar compare plan.json measured.json` adds it.
 
-    ``print(report)`` shows all of it. `log`, `save` and `to_tensorboard` do nothing on ranks other than 0.
+    ``print(report)`` shows all of it. `log`, `save`, `save_trace` and `to_tensorboard` do nothing on ranks other than 0. `spans`
+    are what the first rank of each stage did in the last step, in order: (label, seconds).
     """
 
-    def __init__(self, measured: dict[str, Any], predicted: dict[str, Any] | None, rank: int = 0) -> None:
-        self.measured, self.predicted, self.rank = measured, predicted, rank
+    def __init__(
+        self,
+        measured: dict[str, Any],
+        predicted: dict[str, Any] | None,
+        rank: int = 0,
+        spans: Mapping[int, Sequence[tuple[str, float]]] | None = None,
+    ) -> None:
+        self.measured, self.predicted, self.rank, self.spans = measured, predicted, rank, dict(spans or {})
 
     def __str__(self) -> str:
         return as_text(comparison(self.measured, self.predicted))
@@ -56,15 +65,37 @@ class StepReport:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the measured step as JSON, on rank 0, for `autopar compare plan.json measured.json`."""
-        if self.rank:
-            return
-        target = Path(path)
-        aside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            aside.write_text(json.dumps({"format": FORMAT, "version": VERSION, **self.measured}, indent=1), encoding="utf-8")
-            aside.replace(target)
-        except OSError as error:
-            raise StateError(f"the report cannot be written to {target}: {error.strerror or error}") from None
+        if self.rank == 0:
+            _write(path, json.dumps({"format": FORMAT, "version": VERSION, **self.measured}, indent=1))
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last measured step in Chrome's trace event format, on rank 0, with the names of `autopar trace`: a process
+        for the first rank of each stage, whose clock begins with its own step."""
+        if self.rank == 0:
+            _write(path, json.dumps({"traceEvents": list(trace_events(self.spans)), "displayTimeUnit": "ms"}))
+
+
+def trace_events(spans: Mapping[int, Sequence[tuple[str, float]]]) -> Iterator[dict[str, Any]]:
+    """Yield the events of each rank's spans, which follow each other; the format counts microseconds."""
+    for stage, (rank, labels) in enumerate(spans.items()):
+        name = f"stage {stage}: rank {rank}, measured"
+        yield {"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": name}}
+        clock = 0.0
+        for label, seconds in labels:
+            if seconds > 0:
+                yield {"ph": "X", "name": label, "pid": stage, "tid": _MAIN, "ts": 1e6 * clock, "dur": 1e6 * seconds, "args": {}}
+            clock += seconds
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all."""
+    target = Path(path)
+    aside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(target)
+    except OSError as error:
+        raise StateError(f"the report cannot be written to {target}: {error.strerror or error}") from None
 
 
 def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device: str) -> dict[str, Any]:

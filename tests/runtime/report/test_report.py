@@ -104,6 +104,8 @@ def measured(path: str, folder: str) -> dict[str, Any]:
     report.log(logger)
     out["scalars"], out["lines"] = writer.added, lines
     report.save(f"{folder}/{dist.get_rank()}.json")
+    report.save_trace(f"{folder}/trace{dist.get_rank()}.json")
+    out["last"] = sum(seconds for _, seconds in report.spans.get(0, ()))
     return out
 
 
@@ -148,6 +150,8 @@ def test_a_measured_step(force: str, ranks: RankPool, tmp_path: Path, capsys: py
     assert first["scalars"]["autopar/step/seconds"] == (found["step_seconds"], 7)
     assert any(tag.startswith("autopar/predicted/stage0/block/GPT2Block") for tag in first["scalars"])
     assert (tmp_path / "0.json").exists() and not (tmp_path / "1.json").exists()
+    check_trace(plan, json.loads((tmp_path / "trace0.json").read_text()), first["last"])
+    assert not (tmp_path / "trace1.json").exists()
     (tmp_path / "0.json").rename(tmp_path / "measured.json")
     assert main(["compare", str(path)]) == 0
     said = capsys.readouterr().out
@@ -156,6 +160,25 @@ def test_a_measured_step(force: str, ranks: RankPool, tmp_path: Path, capsys: py
     plan_of(next(each for each in PLANS if each != force)).save(other_plan)
     assert main(["compare", str(other_plan), str(tmp_path / "measured.json")]) == 2
     assert "name the plan that ran" in capsys.readouterr().err
+
+
+def check_trace(plan: Any, trace: Any, seconds: float) -> None:
+    """The events of a stage follow each other and fill its step; those of blocks are named as in the predicted trace."""
+    from autopar.report.chrome_trace import MAIN, chrome_trace
+    from autopar.report.facts import plan_timeline
+
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(plan.candidate.pipeline.stages))
+    first = [event for event in events if event["pid"] == 0]
+    assert sum(event["dur"] for event in first) == pytest.approx(1e6 * seconds) and seconds > 0
+    for before, after in zip(first, first[1:], strict=False):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    names = {event["name"] for event in first}
+    assert {"forward GPT2Block", "backward GPT2Block", "optimizer"} <= names
+    if plan.candidate.pipeline.stages == 1:  # ranks that share cores: the clock of a pipeline has passes alone
+        predicted = chrome_trace(plan, plan_timeline(plan)[1])["traceEvents"]
+        main_stream = {each["name"] for each in predicted if each["tid"] == MAIN}
+        assert {"forward GPT2Block", "backward GPT2Block", "optimizer"} <= main_stream
 
 
 def told(plan: Any) -> dict[str, Any]:

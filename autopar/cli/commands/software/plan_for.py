@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.commands.fit import captured
+from autopar.cli.commands.software.fit import captured
 from autopar.cli.console import Console, percent, seconds, size
 
 if TYPE_CHECKING:

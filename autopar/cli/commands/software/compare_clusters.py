@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.commands.fit import captured
+from autopar.cli.commands.software.fit import captured
 from autopar.cli.console import Console
 
 if TYPE_CHECKING:

@@ -1,0 +1,54 @@
+"""``autopar report``: a page of the plan to look at; ``autopar trace``: its simulated step for Perfetto. Both need the file
+only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from autopar.cli.console import Console, seconds, size
+from autopar.cli.evaluation import with_plan
+from autopar.files import check_target, write_whole
+from autopar.ir.plan_file.plan_file import Plan
+
+
+@with_plan
+def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
+    """Writes the page or, for ``autopar trace``, the trace."""
+    check_target(arguments.output)
+    document = _trace(plan, arguments) if arguments.command == "trace" else _page(plan, arguments)
+    console.text(f"written to {arguments.output}: " + ", ".join(f"{name} {value}" for name, value in document.items()))
+    console.document({"output": arguments.output, **document})
+    return 0
+
+
+def _page(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
+    from autopar.report.page import report_page
+
+    beside = Path(arguments.plan).with_name("measured.json")
+    path = arguments.measured or (str(beside) if beside.exists() else "")
+    measured = None
+    if path:
+        from autopar.explain.measured_file import read_measured
+
+        measured = read_measured(path, plan)
+    text = report_page(plan, measured)
+    write_whole(arguments.output, text)
+    return {"page": size(len(text.encode())), "measured": path or "no step"}
+
+
+def _trace(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
+    from autopar.report.chrome_trace import chrome_trace
+    from autopar.report.facts import plan_timeline
+
+    _, timeline = plan_timeline(plan)
+    trace = chrome_trace(plan, timeline)
+    write_whole(arguments.output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
+    about = trace["otherData"]
+    return {
+        "step": seconds(about["step_seconds"]),
+        "events": str(len(trace["traceEvents"])),
+        "processes": about["ranks"],
+        "streams": about["streams"],
+    }

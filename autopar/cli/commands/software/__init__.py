@@ -1,0 +1,1 @@
+"""The commands on other software: ``plan --for``, ``fit`` and ``compare-clusters``. They print what ``autopar.software`` says."""

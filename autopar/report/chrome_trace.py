@@ -1,0 +1,95 @@
+"""The simulated step in the Trace Event Format, which Perfetto and chrome://tracing open: stages as processes, streams as
+threads.
+
+Names are those of a measured step (`parallel.report().save_trace`): ``forward Block``, ``backward Block``, ``optimizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autopar.cost_models.breakdown.step_timeline import StageSpan, StepTimeline
+from autopar.cost_models.step.streams import COMPUTE, EXPOSED, STALL, TRANSFER, StreamSpan
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.report.timeline_facts import ACTION_WORDS
+
+PASSES, MAIN, DATA = 0, 1, 2
+THREADS = {PASSES: "passes of micro-batches", MAIN: "main stream", DATA: "data axis (overlapped communication)"}
+MOST_EVENTS = 200_000
+"""With more, only the first and the last micro-batch of each stage have events of their streams: a viewer has to load the
+file."""
+
+_DIGITS = 4
+"""Of microseconds."""
+
+Event = dict[str, Any]
+
+
+def chrome_trace(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
+    """Return the trace as JSON. One rank of each pipeline stage stands for all of its stage: they do the same."""
+    inside = sum(len(each) for stage in timeline.stages for each in stage.passes)
+    whole = inside <= MOST_EVENTS
+    events = [event for stage in range(len(timeline.stages)) for event in _stage_events(plan, timeline, stage, whole)]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "step_seconds": timeline.evaluation.step_seconds,
+            "ranks": f"one rank of each of {len(timeline.stages)} pipeline stages, of {plan.candidate.devices} ranks",
+            "streams": "of all micro-batches" if whole else "of the first and the last micro-batch of each stage",
+            **({} if timeline.flushed else {"batch": "one of many: the next one begins before it ends"}),
+        },
+    }
+
+
+def _stage_events(plan: Plan, timeline: StepTimeline, stage: int, whole: bool) -> Iterator[Event]:
+    ranks = plan.candidate.mesh.size
+    first = stage * ranks
+    name = f"stage {stage}: rank {first}" + (f" (as ranks {first} to {first + ranks - 1})" if ranks > 1 else "")
+    yield _named("process_name", stage, PASSES, name)
+    yield {"ph": "M", "name": "process_sort_index", "pid": stage, "tid": PASSES, "args": {"sort_index": stage}}
+    for thread, words in THREADS.items():
+        yield _named("thread_name", stage, thread, words)
+    own = timeline.stages[stage]
+    last = max((span.micro_batch for span in own.spans), default=0)
+    for span, inside in zip(own.spans, own.passes, strict=True):
+        yield _action_event(stage, span)
+        if span.action not in ACTIONS:
+            yield _action_event(stage, span) | {"tid": MAIN}
+        if whole or span.micro_batch in (0, last):
+            yield from (_stream_event(plan, timeline, stage, span, each) for each in inside)
+
+
+ACTIONS = (FORWARD, BACKWARD, "I", "W")
+
+
+def _named(what: str, stage: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": stage, "tid": thread, "args": {"name": name}}
+
+
+def _event(name: str, stage: int, thread: int, start: float, end: float, **args: Any) -> Event:
+    """Return a complete event; the format counts microseconds."""
+    place = {"pid": stage, "tid": thread, "ts": round(1e6 * start, _DIGITS), "dur": round(1e6 * (end - start), _DIGITS)}
+    return {"ph": "X", "name": name, **place, "args": args}
+
+
+def _action_event(stage: int, span: StageSpan) -> Event:
+    args = {"chunk": span.chunk, "micro_batch": span.micro_batch} if span.micro_batch >= 0 else {}
+    return _event(ACTION_WORDS[span.action], stage, PASSES, span.start_seconds, span.end_seconds, **args)
+
+
+def _stream_event(plan: Plan, timeline: StepTimeline, stage: int, span: StageSpan, each: StreamSpan) -> Event:
+    calls = timeline.chunks[span.chunk].owned.calls
+    call = plan.graph.calls[calls[each.call]] if each.call >= 0 else None
+    block = call.block if call is not None else ""
+    name = {
+        COMPUTE: f"{ACTION_WORDS[span.action]} {block}",
+        EXPOSED: f"exposed communication over {' and '.join(sorted(each.links))}",
+        STALL: "wait for the data axis",
+        TRANSFER: each.what,
+    }[each.kind]
+    place = {"module": call.prefix or call.block} if call is not None else {}
+    thread = DATA if each.kind == TRANSFER else MAIN
+    return _event(name.strip(), stage, thread, each.start_seconds, each.end_seconds, micro_batch=span.micro_batch, **place)

@@ -1,0 +1,69 @@
+"""All that the page shows, as plain data: one entry a panel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.cost_models.breakdown.step_timeline import StepTimeline, step_timeline
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.explain.reasons import plan_reasons
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.report.cluster_facts import cluster_facts
+from autopar.report.memory_facts import memory_facts
+from autopar.report.model_facts import model_facts
+from autopar.report.search_facts import price_facts, search_facts, what_if_facts
+from autopar.report.step_facts import measured_facts, step_facts
+from autopar.report.timeline_facts import timeline_facts
+
+
+def plan_timeline(plan: Plan) -> tuple[Cluster, StepTimeline]:
+    """Return the plan's cluster and its simulated step. PlanError where the file does not describe the cluster."""
+    description = plan.document.cluster.description
+    if not description:
+        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
+    cluster = Cluster.from_dict(description)
+    return cluster, step_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+
+
+def page_facts(plan: Plan, measured: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the facts of each panel. `measured` is the step that `parallel.report().save` wrote."""
+    cluster, timeline = plan_timeline(plan)
+    step = step_facts(plan, timeline)
+    return {
+        "head": head_facts(plan, cluster, timeline),
+        "step": step,
+        "measured": measured_facts(plan, measured),
+        "timeline": timeline_facts(plan, timeline),
+        "memory": memory_facts(plan, cluster, timeline),
+        "model": model_facts(plan, timeline),
+        "cluster": cluster_facts(plan, cluster, timeline),
+        "search": search_facts(plan, timeline.evaluation),
+        "prices": price_facts(plan, timeline.evaluation),
+        "what_if": what_if_facts(plan, cluster, timeline.evaluation),
+    }
+
+
+def head_facts(plan: Plan, cluster: Cluster, timeline: StepTimeline) -> dict[str, Any]:
+    """Return the title, the figures of the step, and why it takes as long (`explain.reasons`)."""
+    document, evaluation = plan.document, timeline.evaluation
+    tokens = document.batch.seq and plan.candidate.batch * document.batch.seq
+    rate = tokens / evaluation.step_seconds / plan.candidate.devices if tokens and evaluation.step_seconds else None
+    return {
+        "title": f"{document.model.name} on {document.cluster.name}",
+        "devices": plan.candidate.devices,
+        "device": cluster.device.name,
+        "plan": plan.describe(),
+        "parameters": document.model.params,
+        "batch": plan.candidate.batch,
+        "micro_batches": plan.candidate.micro_batches,
+        "sequence": document.batch.seq,
+        "step_seconds": evaluation.step_seconds,
+        "tokens_per_second_per_device": rate,
+        "mfu": evaluation.mfu,
+        "tflops_per_device": evaluation.tflops_per_device,
+        "peak_bytes": evaluation.peak_memory_bytes,
+        "budget_bytes": evaluation.memory_budget_bytes,
+        "lower_bound_seconds": document.predicted.lower_bound_seconds,
+        "reasons": list(plan_reasons(plan.graph, plan.candidate, cluster, evaluation)),
+    }
