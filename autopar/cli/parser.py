@@ -125,6 +125,17 @@ def _batch_dim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-dim", type=batch_dims, metavar="1", help=said)
 
 
+def constraint(text: str) -> tuple[str, dict[str, str]]:
+    """``lm_head:tp=R``: a name, and its placement by mesh axis."""
+    from autopar.errors import AutoparError
+    from autopar.solve.problem.pins import parse_constraint
+
+    try:
+        return parse_constraint(text)
+    except AutoparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
@@ -140,6 +151,10 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "or a fixed configuration without search: all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel"
     )
     parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {fixed}")
+    pinned = "pin the placement of a parameter, of a module's result or of a source line (net.py:12); may be repeated"
+    parser.add_argument(
+        "--constrain", type=constraint, action="append", metavar="'layers.*.up.weight:tp=S(0)'", help=pinned
+    )
     parser.add_argument(
         "--memory-margin", type=share, metavar="0.1", help="share of each device's memory that the plan leaves free"
     )

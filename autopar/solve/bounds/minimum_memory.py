@@ -137,6 +137,8 @@ class MinimumMemory:
         for point in _least_memory_points(points, options):
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
+            if tables.refusal(point.mesh):
+                continue
             plan = self._least_excess(tables, point)
             if plan is not None and (best is None or plan.shortage_bytes < best.shortage_bytes):
                 best = plan

@@ -20,7 +20,7 @@ from autopar.ir.plan import NodePlan, Precision
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
-from autopar.solve.problem.structure import BlockStructure, LazyTable, Pins, Structure, structure_of
+from autopar.solve.problem.structure import BlockStructure, LazyTable, Structure, structure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class Problem:
 
 def build_problem(
     graph: Graph, mesh: Mesh, cluster: Cluster, precision: Precision, optimizer: str, registry: Registry,
-    zeros: Collection[int] = (0, 1, 2, 3), *, pins: Pins | None = None, micro_batches: int = 1,
+    zeros: Collection[int] = (0, 1, 2, 3), *, micro_batches: int = 1,
 ) -> Problem:  # fmt: skip
     """All tables for `graph`, whose batch is that of a micro-batch, on `mesh`."""
-    structure = structure_of(graph, mesh, registry, pins)
+    structure = structure_of(graph, mesh, registry)
     return price_structure(structure, graph, cluster, precision, optimizer, zeros=zeros, micro_batches=micro_batches)
 
 

@@ -9,8 +9,8 @@ from autopar.rules.expand import block_strategies
 from autopar.rules.registry import default_registry
 
 
-def space_pins(graph: Graph, size: int) -> dict[str, str]:
-    """The placement on a model axis of this size of each result that may be cut along space. Pins are by name, which blocks may
+def space_pins(graph: Graph, size: int) -> dict[str, dict[str, str]]:
+    """The placement on ``tp`` of this size of each result that may be cut along space. Pins are by name, which blocks may
     share: a name counts where all its operations agree."""
     found: dict[str, set[str]] = {}
     for block in graph.blocks:
@@ -22,7 +22,7 @@ def space_pins(graph: Graph, size: int) -> dict[str, str]:
                 str(each.results[0]) for each in offered[node.name] if each.factor in (HALO, OWN) and _space(each.results[0])
             }
             found.setdefault(node.name, set()).update(places or {""})
-    return {name: text for name, (text, *more) in ((n, sorted(found[n])) for n in found) if text and not more}
+    return {name: {"tp": text} for name, (text, *more) in ((n, sorted(found[n])) for n in found) if text and not more}
 
 
 def _space(place: object) -> bool:
