@@ -16,7 +16,7 @@ _HEAD = "sky launch skypilot.yaml, in the folder of the script, which is copied 
 
 def write_skypilot(job: Launch) -> Mapping[str, str]:
     """``skypilot.yaml``, for ``sky launch``."""
-    first = '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"'
+    first = '"$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)"'
     node = f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr {first} --master-port {PORT}'
     task: dict[str, Any] = {
         "name": job.name,

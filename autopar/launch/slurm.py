@@ -21,7 +21,8 @@ def write_slurm(job: Launch) -> Mapping[str, str]:
         "# sbatch job.slurm; the account, partition and time are yours to add, as in `sbatch --time=24:00:00 job.slurm`",
         "set -euo pipefail",
         *(f"export {name}={shlex.quote(value)}" for name, value in ENVIRONMENT.items()),
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        # not `head -n 1`: it ends before scontrol does, which pipefail takes for a failure
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # another one for each job, which may share the first node",
         "export MASTER_ADDR MASTER_PORT",
         f"srun --kill-on-bad-exit=1 bash -c 'exec {node} \"$@\"' torchrun {shlex.join(job.script)}",

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.models.handwritten_blocks import gpt2_graph
 from torch import Tensor, nn
 
@@ -198,6 +200,16 @@ def test_texts_of_the_command_line(text: str, parsed: tuple[str, dict[str, str]]
     for wrong in (text.partition(":")[0], "", ":", "x:tp", "x:=R", "x:tp=", "x:tp=R,"):
         with pytest.raises(AutoparError):
             parse_constraint(wrong)
+
+
+@given(st.text(alphabet="lmh.*[]!:=,tp2SRIP()0-9 é\n²", max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_no_text_raises_anything_else(text: str) -> None:
+    for parse in (parse_constraint, lambda said: pins_of(graph(), {said: {"tp": "R"}})):
+        try:
+            parse(text)
+        except AutoparError as error:
+            assert str(error).strip()
 
 
 def test_a_name_with_and_without_results() -> None:
