@@ -83,7 +83,7 @@ class SearchState:
             node, rest = devices_per_node(self.cluster), force_without_pipeline(force)
             self.points = [
                 SearchPoint(point, MeshSolution(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
-                for point in grid_points(self.graph, self.cluster.size, node, rest, self.registry)
+                for point in grid_points(self.graph, self.cluster.size, node, rest, self.registry, bool(self.options.pins))
                 if not self.tables.refusal(point.mesh)
             ]
         self.pipelines.list_points()

@@ -129,7 +129,8 @@ class MinimumMemory:
         if forced_stages(options) > 1:
             return self._pipeline(graph, cluster, options)
         try:
-            points = grid_points(graph, cluster.size, devices_per_node(cluster), options.force, self.registry)
+            node, ordered = devices_per_node(cluster), bool(options.pins)
+            points = grid_points(graph, cluster.size, node, options.force, self.registry, ordered)
         except AutoparError:
             return None
         tables = ProblemTables(graph, cluster, options, self.registry)

@@ -89,7 +89,7 @@ def _module_group(pattern: str) -> Group:
 
 def _results(graph: Graph, blocks: Mapping[str, Block], group: Group) -> dict[Key, set[int]]:
     """The values that operations of a group make and others read, with the calls in which they do. A block of a pipeline may be
-    split inside of a module: readers are followed into other calls."""
+    split inside of a module: readers are followed into other calls. New values of buffers are nobody's results."""
     readers: dict[str, list[tuple[Call, str]]] = {}
     for call in graph.calls:
         for name, value in zip(call.inputs, blocks[call.block].inputs, strict=True):
@@ -99,7 +99,6 @@ def _results(graph: Graph, blocks: Mapping[str, Block], group: Group) -> dict[Ke
     for number, call in enumerate(graph.calls):
         block = blocks[call.block]
         outputs = dict(zip(block.outputs, call.outputs, strict=True))
-        updated = {value for _, value in block.updates}
 
         def is_read(name: str, own: str, call: Call = call, outputs: Mapping[str, str] = outputs) -> bool:
             """Whether an operation outside of the group reads a value of this call, or the program returns it."""
@@ -118,7 +117,7 @@ def _results(graph: Graph, blocks: Mapping[str, Block], group: Group) -> dict[Ke
         for node in block.nodes:
             if own := group(call, node):
                 for value in node.outputs:
-                    if value.name in updated or is_read(value.name, own):
+                    if is_read(value.name, own):
                         out.setdefault((block.name, value.name), set()).add(number)
     return out
 

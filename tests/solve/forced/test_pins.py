@@ -25,6 +25,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.problem.pins import parse_constraint, parse_constraints, pins_of, why_disobeyed_pins
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
+from autopar.solve.space.meshes import meshes
 from autopar.solve.space.options import SearchOptions
 
 
@@ -117,6 +118,12 @@ def test_a_plan_that_does_not_obey_is_told() -> None:
     result = search(graph(), CLUSTER, SearchOptions(batch=8, force={"pp": 1}, pins=pins))
     for wrong in ({UP: {"tp": "S(1)"}}, {"layers.*": {"tp": "R"}}, {UP: {"tp2": "S(0)"}}):
         assert why_disobeyed_pins(result.graph, result.candidate, wrong)
+
+
+def test_pinned_axes_are_in_both_orders() -> None:
+    """Without pins tp=2 x tp2=4 in a node is tp=4 x tp2=2 under other names."""
+    sizes = [[mesh.sizes for mesh in meshes(8, 8, {}, 8, ordered=ordered)] for ordered in (False, True)]
+    assert (1, 4, 2) in sizes[0] and (1, 2, 4) not in sizes[0] and {(1, 4, 2), (1, 2, 4)} <= set(sizes[1])
 
 
 def test_whole_values_need_no_axis() -> None:
