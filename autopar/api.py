@@ -73,6 +73,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     precision: PrecisionLike | None = None,
     force: str | Mapping[str, int] | None = "",
+    constrain: Mapping[str, Mapping[str, Any]] | None = None,
     optimizer: str = "adamw",
     strict: bool = False,
     compile: bool | str = False,
@@ -100,11 +101,13 @@ def parallelize(
     is a `StateError`. `plan` (a `Plan` or the path of a plan.json) skips the search. `precision` is ``"float32"``,
     ``"bf16"`` or ``"fp16"`` (compute over float32 master shards), ``"fp8"`` (bf16 with linear layers in float8, compiled),
     a `Precision`, or FSDP2's `MixedPrecisionPolicy`; by default the model's own dtype, or dtypes. `force` fixes degrees
-    (``"tp=4,zero=3"``). `state` gives full tensors by name for a model on the meta device, or is a folder of safetensors files in
-    Hugging Face's layout, of which each rank reads its own part. `cache` takes the plan of an equal model, cluster and options
-    from ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's
-    result (``("logits", "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as
-    ``"logits:gradient"`` and ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
+    (``"tp=4,zero=3"``). `constrain` pins placements by mesh axis (``{"layers.*.up.weight": {"tp": "S(0)"}, "lm_head": {"tp":
+    "R"}}``): of a parameter, of the result of a module or of a source line (``"net.py:12"``); what cannot be is one line. `state`
+    gives full tensors by name for a model on the meta device, or is a folder of safetensors files in Hugging Face's layout, of
+    which each rank reads its own part. `cache` takes the plan of an equal model, cluster and options from
+    ``~/.cache/autopar/plans``, and keeps a new one there. `outputs` are fields of the model's result (``("logits",
+    "hidden_states.1")``) that are wanted beside the loss: full tensors without gradients, or as ``"logits:gradient"`` and
+    ``"logits:dtensor"`` say; fields that nobody asked for are None, and the plan lists them.
     `batch_norm="local"` takes the statistics of batch norm from each data rank's own examples, as DDP does, and the plan says so;
     by default they are those of the whole batch.
     `expert_load` is how unevenly experts are expected to be loaded, `document_lengths` what packed sequences are made of (see
@@ -128,8 +131,9 @@ def parallelize(
     """
     check_model(model)
     options = PlanOptions(
-        precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds,
-        outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, document_lengths=document_lengths,
+        precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
+        time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
+        document_lengths=document_lengths,
         memory_margin=memory_margin, batch_dim=batch_dim,
     )  # fmt: skip
     run = RuntimeOptions(
@@ -164,7 +168,7 @@ def _build(
             with saying_progress(type(model).__name__, priced.name, options.time_limit_seconds):
                 return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
         given = check_plan(run.plan, model, cluster, example_inputs, options.outputs, options.loss_fn)
-        check_options(given, model, options.precision, options.force)
+        check_options(given, model, options.precision, options.force, options.constraints)
         return given
 
     try:

@@ -25,11 +25,16 @@ from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
 from autopar.runtime.ops.float8 import float8_problem
 from autopar.schedules.pipeline_schedule import check_schedule
+from autopar.solve.problem.pins import Constraints, why_disobeyed_pins
 from autopar.solve.space.force import Force
 
 
 def check_options(
-    plan: Plan, model: nn.Module, precision: PrecisionLike | None, force: str | Mapping[str, int | str] | Force | None
+    plan: Plan,
+    model: nn.Module,
+    precision: PrecisionLike | None,
+    force: str | Mapping[str, int | str] | Force | None,
+    constraints: Constraints | None = None,
 ) -> None:
     """Raise PlanMismatch where the options ask for something else than the given plan has."""
     has = plan.candidate.precision
@@ -41,6 +46,8 @@ def check_options(
             )
     if force:
         raise PlanMismatch(f"force={force!r} says nothing about a given plan, which is {plan}: leave out force= or plan=")
+    if constraints and (disobeyed := why_disobeyed_pins(plan.graph, plan.candidate, constraints)):
+        raise PlanMismatch(f"the given plan does not obey constrain= {disobeyed}: plan again, or leave out constrain=")
 
 
 def check_plan(

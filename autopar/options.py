@@ -21,6 +21,7 @@ from autopar.ir.names import LONGEST
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.precision import PrecisionLike
+from autopar.solve.problem.pins import Constraints, parse_constraints
 from autopar.solve.space.force import Force, parse_force
 
 _MOST_DIMS = 64
@@ -40,6 +41,7 @@ class PlanOptions:
 
     precision: dtypes of a step, see `parallelize` (None: those of the model).
     force: degrees that are fixed (``"tp=4,zero=3"``), or a whole configuration, which is priced as it is.
+    constrain: placements of parameters and values by mesh axis (``{"lm_head": {"tp": "R"}}``, see `parallelize`).
     optimizer: its name (``"adamw"``), for the bytes and seconds of its state.
     strict: an operation without a sharding rule is an error.
     time_limit_seconds: when a search ends that its own limits, which are counts, have not ended; the plan says so then.
@@ -57,6 +59,7 @@ class PlanOptions:
 
     precision: PrecisionLike | None = None
     force: str | Mapping[str, int | str] | Force | None = ""
+    constrain: Mapping[str, Mapping[str, Any]] | None = None
     optimizer: str = "adamw"
     strict: bool = False
     time_limit_seconds: float = 300.0
@@ -78,10 +81,18 @@ class PlanOptions:
         check_optimizer(self.optimizer)
         if not isinstance(self.force, Force):
             parse_force(self.force)  # what does not parse is refused now, not after the model was captured
+        if self.constraints and self.forced.is_configuration:
+            raise AutoparError("constrain= is for the search, and force= is a whole configuration: leave one of them out")
 
     def resolved(self, precision: Precision) -> PlanOptions:
-        """The same options with the dtypes of a model, and with `force` parsed: two spellings of one question are one."""
-        return replace(self, precision=precision, force=self.forced)
+        """The same options with the dtypes of a model, and with `force` and `constrain` parsed: two spellings of one question are
+        one."""
+        return replace(self, precision=precision, force=self.forced, constrain=self.constraints)
+
+    @property
+    def constraints(self) -> Constraints:
+        """The placements that `constrain` pins."""
+        return parse_constraints(self.constrain)
 
     @property
     def forced(self) -> Force:

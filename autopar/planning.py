@@ -54,6 +54,7 @@ def make_plan(
     *,
     precision: PrecisionLike | None = None,
     force: str | Mapping[str, int | str] | None = "",
+    constrain: Mapping[str, Mapping[str, Any]] | None = None,
     optimizer: str = "adamw",
     strict: bool = False,
     time_limit_seconds: float = 300.0,
@@ -86,10 +87,10 @@ def make_plan(
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
     """
     options = PlanOptions(
-        precision=precision, force=force, optimizer=optimizer, strict=strict, time_limit_seconds=time_limit_seconds, batch=batch,
-        seq=seq, name=name, source=source, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
-        document_lengths=document_lengths,
-        memory_margin=memory_margin, batch_dim=batch_dim, processes=processes,
+        precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
+        time_limit_seconds=time_limit_seconds, batch=batch, seq=seq, name=name, source=source, outputs=outputs,
+        batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, memory_margin=memory_margin, batch_dim=batch_dim,
+        document_lengths=document_lengths, processes=processes,
     )  # fmt: skip
     return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
 
@@ -130,7 +131,7 @@ def plan_with(
         recipes = with_reasons(recipes, result.evaluation.step_seconds)
         return plan_of_result(
             graph, cluster, result, recipes, optimizer=options.optimizer, replicated_ops=rule_notes,
-            name=options.name, source=options.source, seq=options.seq,
+            name=options.name, source=options.source, seq=options.seq, constrained=search_options.pins,
         )  # fmt: skip
 
     if forced.is_configuration:
@@ -193,6 +194,7 @@ def _search_options(options: PlanOptions, forced: Force, precision: Precision, g
         optimizer=options.optimizer,
         force={} if forced.is_configuration else forced.degrees,
         schedule="" if forced.is_configuration else forced.schedule,
+        pins=options.constraints,
         strict=options.strict,
         time_limit_seconds=options.time_limit_seconds,
         registry=rules,

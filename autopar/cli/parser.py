@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -125,6 +126,28 @@ def _batch_dim(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-dim", type=batch_dims, metavar="1", help=said)
 
 
+def words(text: str) -> tuple[str, ...]:
+    """A script and its arguments, as a shell reads them."""
+    try:
+        out = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: {error}") from None
+    if not out:
+        raise argparse.ArgumentTypeError("name a script, as train.py")
+    return out
+
+
+def constraint(text: str) -> tuple[str, dict[str, str]]:
+    """``lm_head:tp=R``: a name, and its placement by mesh axis."""
+    from autopar.errors import AutoparError
+    from autopar.solve.problem.pins import parse_constraint
+
+    try:
+        return parse_constraint(text)
+    except AutoparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
@@ -140,6 +163,10 @@ def _planning(parser: argparse.ArgumentParser) -> None:
         "or a fixed configuration without search: all of tp, pp, zero, micro_batches, recompute, zero_group, sequence_parallel"
     )
     parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {fixed}")
+    pinned = "pin the placement of a parameter, of a module's result or of a source line (net.py:12); may be repeated"
+    parser.add_argument(
+        "--constrain", type=constraint, action="append", metavar="'layers.*.up.weight:tp=S(0)'", help=pinned
+    )
     parser.add_argument(
         "--memory-margin", type=share, metavar="0.1", help="share of each device's memory that the plan leaves free"
     )
@@ -292,6 +319,19 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("folder", metavar="DIR")
     export.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export in DIR, and only those")
     export.add_argument("--trust", action="store_true", help="run the file.py:factory that the plan names, for initial weights")
+
+    launch = add("launch", "launch", "write the files with which a scheduler starts a program on a plan's cluster")
+    launch.add_argument("plan", metavar="plan.json")
+    schedulers = "slurm, kubernetes, kubeflow (PyTorchJob and TrainJob) or skypilot"
+    launch.add_argument("--for", dest="scheduler", required=True, metavar="SCHEDULER", help=schedulers)
+    launch.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where to write them")
+    script = "what torchrun runs, with its arguments (default train.py)"
+    launch.add_argument("--script", type=words, default=("train.py",), metavar="'train.py --lr 3e-4'", help=script)
+    launch.add_argument("--name", default="", metavar="NAME", help="of the job (default: that of the model)")
+    launch.add_argument("--image", default="", metavar="IMAGE", help="of the containers, which has torch, autopar and the script")
+    launch.add_argument(
+        "--devices-per-node", type=positive, default=0, metavar="N", help="where the plan's cluster does not say it"
+    )
 
     calibrate = add("calibrate", "calibrate", "measure this machine's devices and links, in under a minute")
     where = "where to write the cluster (default: it becomes what local:N means on this machine)"

@@ -28,6 +28,7 @@ from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.codec import encode
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.schedules.named_schedules import INTERLEAVED
+from autopar.solve.problem.pins import why_disobeyed_pins
 from autopar.solve.space.options import SearchOptions
 
 Question = Mapping[str, Any]
@@ -49,7 +50,10 @@ class PlanCache:
             if not isinstance(entry, dict) or entry.get("question") != question:
                 return None
             plan = planfile.decode_plan(json.dumps(entry.get("plan")))
-            return plan.with_graph(graph) if _answers(plan, graph, cluster, options) else None
+            if not _answers(plan, graph, cluster, options):
+                return None
+            plan = plan.with_graph(graph)  # with its lines of source, which may be pinned
+            return None if why_disobeyed_pins(plan.graph, plan.candidate, options.pins) else plan
         except (AutoparError, ValueError, RecursionError):
             return None
 

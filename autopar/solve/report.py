@@ -16,6 +16,7 @@ from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.problem.pins import Constraints
 from autopar.solve.result import PlanResult
 
 
@@ -30,6 +31,7 @@ def plan_of_result(
     source: str = "",
     seq: int | None = None,
     replicated_ops: tuple[str, ...] = (),
+    constrained: Constraints | None = None,
 ) -> Plan:
     """Return the plan with its predictions, beside those of `recipes`. PlanError where the candidate does not fit its graph: that
     would be a bug of the search."""
@@ -45,7 +47,7 @@ def plan_of_result(
         seq=seq,
         predicted=_predicted(cluster, result),
         baselines={each.recipe.key: as_baseline(each) for each in recipes},
-        search=_search(result),
+        search=_search(result, constrained or {}),
         replicated_ops=replicated_ops,
         replicated_share=dict(result.evaluation.redundant_share),
     )
@@ -107,7 +109,7 @@ def _unique_solutions(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
     return [each for each in solutions if each.schedule or point(each) not in solved]
 
 
-def _search(result: PlanResult) -> SearchInfo:
+def _search(result: PlanResult, constrained: Constraints) -> SearchInfo:
     meshes = tuple(
         MeshResult(
             mesh=str(each),
@@ -120,4 +122,5 @@ def _search(result: PlanResult) -> SearchInfo:
         for each in _unique_solutions(result.solutions)
     )
     fastest = FastestInfo(result.fastest.plan, result.fastest.step_seconds) if result.fastest is not None else None
-    return SearchInfo(len(meshes), str(result.status), meshes, fastest, result.cut_short)
+    pinned = {name: dict(places) for name, places in constrained.items()}
+    return SearchInfo(len(meshes), str(result.status), meshes, fastest, result.cut_short, pinned)

@@ -14,6 +14,7 @@ from autopar.solve.forked import Lookahead, forked_map
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.pipeline_search import Axes
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
+from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.search_state import SearchPoint, SearchState
 
@@ -120,7 +121,7 @@ class SearchBounds:
             return
         mesh_bound = _MeshBound(tuple(members), self._tables(members), {})
         problem = mesh_bound.problem
-        check_forced_axes(problem, forced_axes(problem.mesh, state.options.force))
+        check_forced_axes(problem, forced_axes(problem.mesh, state.options.force), constraint_texts(state.options.pins))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
                 each.settle(Status.PRUNED, "nothing can be sharded over one of its axes")

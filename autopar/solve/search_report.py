@@ -12,6 +12,7 @@ from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
 from autopar.solve.problem.forced_axes import forced_axes, forced_axis_notes
+from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.result import PlanResult
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -90,7 +91,8 @@ def raise_infeasible(state: SearchState) -> None:
     """Raise Infeasible, with what is short and which changes would do."""
     refused = next((text for text in _refusals(state) if text), "")
     if refused:
-        raise PlanError(refused)
+        pinned = "; ".join(constraint_texts(state.options.pins))
+        raise PlanError(f"{refused}; pinned are {pinned}" if pinned else refused)
     if pipeline_asked(state.options.force, state.options.schedule):
         if state.seconds_left() <= 0:
             raise Infeasible(_out_of_time(state))
@@ -116,7 +118,7 @@ def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
     if axes:
         point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
         problem = state.pipelines.problem(point) if best.stages > 1 else state.tables.problem(point)
-        yield from forced_axis_notes(problem, axes)
+        yield from forced_axis_notes(problem, axes, constraint_texts(state.options.pins))
 
 
 def _nearest_solvers(state: SearchState) -> list[MeshSolver]:

@@ -9,6 +9,7 @@ from time import monotonic
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import cluster_for_bounds
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
@@ -76,15 +77,19 @@ class SearchState:
         self.variables: dict[Mesh, int] = {}
 
     def list_points(self) -> None:
-        """List the grid. AutoparError where what is forced cannot be."""
+        """List the grid, on meshes that can obey the pins. AutoparError where what is forced or pinned cannot be."""
         force = self.options.force
         if not pipeline_asked(force, self.options.schedule):
             node, rest = devices_per_node(self.cluster), force_without_pipeline(force)
             self.points = [
                 SearchPoint(point, MeshSolution(point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group))
-                for point in grid_points(self.graph, self.cluster.size, node, rest, self.registry)
+                for point in grid_points(self.graph, self.cluster.size, node, rest, self.registry, bool(self.options.pins))
+                if not self.tables.refusal(point.mesh)
             ]
         self.pipelines.list_points()
+        refusals = self.tables.refusals()
+        if refusals and not (self.points or self.pipelines.points):
+            raise PlanError(refusals[0])
 
     def solver(self, problem: Problem, solution: MeshSolution) -> MeshSolver:
         """The ILP of a problem, which writes to `solution`."""

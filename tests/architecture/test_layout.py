@@ -16,7 +16,7 @@ ORDER = [
     *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
     *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options", "planning", "passes"),
     *("program", "variants", "dryrun", "given_plan", "api", "integrations", "verification", "doctor"),
-    *("validate", "cli"),
+    *("validate", "launch", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)

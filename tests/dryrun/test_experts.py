@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from support.harness.rank_pool import RankPool
 from support.models.routed_mlp import RoutedMlp
+from support.plans.expert_forms import only
 
 import autopar
 from autopar.cost_models.hardware.cluster import Cluster
@@ -39,7 +40,8 @@ def dispatching(plan: Plan) -> Plan:
         batch=BATCH,
         precision=Precision("float32", "float32"),
         force={"pp": 1, "ep": 4},
-        pins={"up": "S(0)", "moe_experts": "S(0)"},
+        pins={"up": {"ep": "S(0)"}, "moe_experts": {"ep": "S(0)"}},
+        registry=only("dispatched"),
     )
     found, document = search(plan.graph, Cluster.parse("local:4"), options), plan.document
     return assemble_plan(

@@ -74,7 +74,7 @@ def test_two_collectives_each_way_with_a_whole_residual_stream(name: str) -> Non
     stream = [v for v in residual(graph, block) if graph.block(block).values()[v].shape == graph.block(block).inputs[0].shape]
     if name == "llama":  # the sum inside a rotation is no residual
         stream = [value for value in stream if value in ("hidden", "out") or _adds_projection(graph, block, value)]
-    result = search(graph, CLUSTER, SearchOptions(precision=BF16, force={"tp": 8}, pins=dict.fromkeys(stream, "I")))
+    result = search(graph, CLUSTER, SearchOptions(precision=BF16, force={"tp": 8}, pins=dict.fromkeys(stream, {"tp": "I"})))
     forward, backward = collectives_of_call(graph, result.candidate, block, 1)
     assert forward == Counter(all_reduce=2)
     assert backward == Counter(all_reduce=2)

@@ -29,6 +29,7 @@ from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.software.by_hand import with_expert_prices
 from autopar.solve.fixed.baselines import baselines
+from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 
@@ -52,7 +53,8 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
 
 def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> None:
     graph, candidate = plan.graph, plan.candidate
-    reasons = list(plan_reasons(graph, candidate, cluster, evaluation))
+    reasons = [f"constrained: {text}" for text in constraint_texts(plan.document.search.constrained)]
+    reasons += plan_reasons(graph, candidate, cluster, evaluation)
     console.text(f"{plan}\n" + "\n".join(reasons))
     breakdown = cost_breakdown(graph, candidate, cluster, plan.document.optimizer, evaluation.bottleneck)
     operations, collectives = operation_rows(graph, breakdown), collective_rows(graph, breakdown)
@@ -145,6 +147,7 @@ def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argpar
         precision=plan.candidate.precision,
         optimizer=plan.document.optimizer,
         time_limit_seconds=arguments.time_limit,
+        pins=plan.document.search.constrained,
     )
     changed, found = plan_what_if(without_stage_variants(plan.graph), cluster, options, question, console.progress)
     differences = compare_plans((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))

@@ -17,6 +17,7 @@ from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.units import unit_of
+from autopar.solve.problem.pins import constraint_texts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,6 +80,7 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
     options = PlanOptions(
         batch=arguments.batch,
         force=arguments.force,
+        constrain=constraints_of(arguments),
         optimizer=getattr(arguments, "optimizer", "adamw"),
         strict=arguments.strict,
         time_limit_seconds=arguments.time_limit,
@@ -116,6 +118,17 @@ def precision_asked(arguments: argparse.Namespace, model: nn.Module) -> Precisio
     return with_reduction(precision_of(arguments.dtype or "float32", model), getattr(arguments, "reduce_dtype", None) or "")
 
 
+def constraints_of(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The placements of ``--constrain``. AutoparError where one name has two on one axis."""
+    out: dict[str, dict[str, str]] = {}
+    for name, places in getattr(arguments, "constrain", None) or ():
+        for axis, place in places.items():
+            if out.setdefault(name, {}).setdefault(axis, place) != place:
+                both = f"{axis}={out[name][axis]} and {axis}={place}"
+                raise AutoparError(f"constrain {name}: {both} contradict each other: write one of them")
+    return out
+
+
 def outputs_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The fields of ``--outputs``."""
     return tuple(filter(None, getattr(arguments, "outputs", "").split(",")))
@@ -143,6 +156,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),
         *([("", cut_short_text(document.search.cut_short))] if document.search.cut_short else []),
+        *(("constrained", text) for text in constraint_texts(document.search.constrained)),
         ("replicated", ", ".join(f"{axis}: {percent(x)} of FLOPs" for axis, x in document.replicated_share.items()) or "-"),
     ]  # fmt: skip
     if (fastest := document.search.fastest) is not None and predicted.step_seconds:

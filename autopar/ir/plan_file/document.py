@@ -152,13 +152,15 @@ class FastestInfo(msgspec.Struct, frozen=True):
 
 class SearchInfo(msgspec.Struct, frozen=True):
     """The same question has the same file: how long the search took does not stand here. `cut_short` says what ended the search
-    before its own limits, which are counts, did (its time limit, Ctrl-C): then another machine may find another plan."""
+    before its own limits, which are counts, did (its time limit, Ctrl-C): then another machine may find another plan.
+    `constrained`: the placements that were pinned, by name and mesh axis."""
 
     candidates: int = 0
     status: str = ""
     meshes: tuple[MeshResult, ...] = ()
     fastest: FastestInfo | None = None
     cut_short: Line = ""
+    constrained: dict[Line, dict[Name, Line]] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,8 @@ class MinimumMemory:
         if forced_stages(options) > 1:
             return self._pipeline(graph, cluster, options)
         try:
-            points = grid_points(graph, cluster.size, devices_per_node(cluster), options.force, self.registry)
+            node, ordered = devices_per_node(cluster), bool(options.pins)
+            points = grid_points(graph, cluster.size, node, options.force, self.registry, ordered)
         except AutoparError:
             return None
         tables = ProblemTables(graph, cluster, options, self.registry)
@@ -137,6 +138,8 @@ class MinimumMemory:
         for point in _least_memory_points(points, options):
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
+            if tables.refusal(point.mesh):
+                continue
             plan = self._least_excess(tables, point)
             if plan is not None and (best is None or plan.shortage_bytes < best.shortage_bytes):
                 best = plan

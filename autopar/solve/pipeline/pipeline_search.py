@@ -75,15 +75,19 @@ class PipelineSearch:
         return [*self.points.values(), *self.solutions]
 
     def list_points(self) -> None:
-        """List the points of the grid. AutoparError where a pipeline is forced that cannot be."""
+        """List the points of the grid, on meshes that can obey the pins. AutoparError where a pipeline is forced that cannot
+        be."""
         asked = pipeline_asked(self.options.force, self.options.schedule)
         if self.cluster.size == 1 and not asked:
             return
         for point in pipeline_points(self.graph, self.cluster, self.options.force, self.registry, self.options.schedule):
-            self.points[point] = MeshSolution(
-                point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
-            )
+            if not self.tables.refusal(point.mesh):
+                self.points[point] = MeshSolution(
+                    point.mesh, micro_batches=point.micro_batches, zero_group=point.zero_group, stages=point.stages
+                )
         if asked and not self.points:
+            for refusal in self.tables.refusals():
+                raise PlanError(refusal)
             option = f"schedule={self.options.schedule}" if self.options.schedule else f"virtual={self.options.force['virtual']}"
             raise PlanError(f"{option} needs a pipeline, and {self.graph.name} has none on {self.cluster.name}: leave it open")
 

@@ -16,6 +16,7 @@ from autopar.ir.plan import Candidate
 from autopar.solve.bounds.memory_frontier import BlockOptions, MemoryFrontier, fastest_sharding, with_less_memory
 from autopar.solve.pipeline.stage_tables import StageSetting, StageTables, TracedOptions
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes, why_disobeyed
+from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
@@ -142,7 +143,7 @@ class StagePlacement:
     def _fastest_sharding(self, point: GridPoint) -> MemoryFrontier | None:
         problem = self._problem(point)
         axes = forced_axes(problem.mesh, self.options.force)
-        check_forced_axes(problem, axes)
+        check_forced_axes(problem, axes, constraint_texts(self.options.pins))
         frontier = fastest_sharding(problem, self.seconds_left(), axes)
         if frontier is not None and (refusal := why_disobeyed(problem, frontier.sharding, axes)):
             self.refusal, frontier = refusal, None

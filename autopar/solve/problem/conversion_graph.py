@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Value
 from autopar.ir.placement import Partial, Placement, Placements, Shard
 from autopar.rules.conversions import axis_conversion, may_convert, placement_states
+from autopar.solve.problem.pins import Pin
 
 EdgeKey = tuple[int, Placement, Placement, int]
 """The key of a conversion's price: mesh axis, placements on it before and after, shards cut by the other axes."""
@@ -27,13 +28,22 @@ class ConversionGraph:
 
 
 def conversion_graph(
-    value: Value, sizes: Sequence[int], produced: Collection[Placements], needed: Collection[Placements]
+    value: Value,
+    sizes: Sequence[int],
+    produced: Collection[Placements],
+    needed: Collection[Placements],
+    pins: Mapping[int, Pin] | None = None,
 ) -> ConversionGraph:
     """All paths from any of `produced` to any of `needed` on a mesh of these axis sizes. No edge leads to a Partial or a Shard
-    that nobody needs."""
-    among = placement_states(value.shape, (*produced, *needed), sizes, value.differentiable)
+    that nobody needs. `pins`, by axis: from partial sums edges lead to the pinned placement alone, needed or not."""
+    pins = pins or {}
+    pinned = [_with(at, axis, pin.place) for axis, pin in pins.items() for at in produced]
+    among = placement_states(value.shape, (*produced, *needed, *pinned), sizes, value.differentiable)
     per_axis = [list(dict.fromkeys(state[axis] for state in among)) for axis in range(len(sizes))]
-    targets = [_axis_targets(places, {at[axis] for at in needed}, value.differentiable) for axis, places in enumerate(per_axis)]
+    targets = [
+        _axis_targets(places, {at[axis] for at in (*needed, *pinned)}, value.differentiable, pins.get(axis))
+        for axis, places in enumerate(per_axis)
+    ]
     index = [{place: number for number, place in enumerate(places)} for places in per_axis]
     coded = [tuple(index[axis][place] for axis, place in enumerate(state)) for state in among]
     number = {code: position for position, code in enumerate(coded)}
@@ -52,7 +62,13 @@ def conversion_graph(
     return _reachable(among, edges, per_axis, produced, needed)
 
 
-def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], differentiable: bool) -> list[list[int]]:
+def _with(placements: Placements, axis: int, place: Placement) -> Placements:
+    return (*placements[:axis], place, *placements[axis + 1 :])
+
+
+def _axis_targets(
+    places: Sequence[Placement], needed: Collection[Placement], differentiable: bool, pin: Pin | None
+) -> list[list[int]]:
     """Return per placement on one axis the numbers of those that it may be converted to."""
     return [
         [
@@ -60,6 +76,7 @@ def _axis_targets(places: Sequence[Placement], needed: Collection[Placement], di
             for to, target in enumerate(places)
             if axis_conversion(source, target, differentiable) is not None
             and not (target not in needed and isinstance(target, Shard | Partial))
+            and not (pin is not None and isinstance(source, Partial) and not pin.allows(target))
         ]
         for source in places
     ]

@@ -6,7 +6,7 @@ most `MOST_REDUNDANT` are computed whole, on every rank of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
@@ -95,19 +95,20 @@ def _products(problem: Problem) -> Iterator[tuple[Key, float, tuple[NodeStrategy
                 yield (name, node), flops, strategies
 
 
-def check_forced_axes(problem: Problem, axes: Collection[int]) -> None:
-    """Raise PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it."""
+def check_forced_axes(problem: Problem, axes: Collection[int], pinned: Sequence[str] = ()) -> None:
+    """Raise PlanError where a forced axis can shard less than half of the FLOPs, with the operations and sizes that forbid it.
+    `pinned`: the pins that may forbid it too."""
     for work in forced_work(problem, axes):
         if work.forbidden_share > _MOST_FORBIDDEN:
             share = f"only {100 * (1 - work.forbidden_share):.1f} % of the FLOPs" if work.shardable else "none of the FLOPs"
-            raise PlanError(f"{_degrees(problem, work)} can shard {share}: {_forbidding(problem, work)}")
+            raise PlanError(f"{_degrees(problem, work)} can shard {share}: {_forbidding(problem, work, pinned)}")
 
 
-def forced_axis_notes(problem: Problem, axes: Collection[int]) -> tuple[str, ...]:
+def forced_axis_notes(problem: Problem, axes: Collection[int], pinned: Sequence[str] = ()) -> tuple[str, ...]:
     """Write a line for each forced axis that cannot shard a part worth a note."""
     return tuple(
         f"{_degrees(problem, work)} computes {100 * work.forbidden_share:.1f} % of the FLOPs on every rank: "
-        + _forbidding(problem, work)
+        + _forbidding(problem, work, pinned)
         for work in forced_work(problem, axes)
         if work.forbidden_share > _WORTH_A_NOTE
     )
@@ -142,10 +143,12 @@ def _degrees(problem: Problem, work: ForcedWork) -> str:
     return ",".join(f"{problem.mesh.axes[axis].name}={problem.mesh.axes[axis].size}" for axis in work.axes)
 
 
-def _forbidding(problem: Problem, work: ForcedWork) -> str:
+def _forbidding(problem: Problem, work: ForcedWork, pinned: Sequence[str]) -> str:
     worst = sorted(work.forbidden, key=lambda key: -work.forbidden[key])
     products = ", ".join(_product_text(problem, key) for key in worst[:_NAMED])
     more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+    if pinned:
+        return f"its size or pins ({'; '.join(pinned)}) keep {products}{more} whole: change one of them"
     return f"it divides no size of {products}{more}: force a degree that does"
 
 

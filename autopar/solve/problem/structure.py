@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-from autopar.ir.graph import Block, Graph, Node
+from autopar.ir.graph import Block, Graph, Node, Value
 from autopar.ir.mesh import DATA_AXIS, Mesh
-from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Shard, can_shard, parse_placements
+from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import combine_axes
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
 from autopar.solve.problem.data_axis import AxisStrategies, DataAxisPlacements, propagate_data_axis
-
-Pins = Mapping[str, str]
-"""Value name -> forced placements on the model axes, as text (``I``, ``S(1) R``), where it is produced and between blocks."""
+from autopar.solve.problem.pins import Pin, Pins, operation_text, why_impossible, why_no_axis
 
 Stored = Mapping[str, Placements]
 """Name of a parameter -> the placements in which another program of the same weights stores it."""
@@ -72,12 +70,14 @@ class BlockStructure:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The choices of all blocks of a graph on one mesh. `placements` are the allowed ones of each boundary class."""
+    """The choices of all blocks of a graph on one mesh. `placements` are the allowed ones of each boundary class. `refusal`: why
+    pins leave no choice to some operation or parameter; empty where they leave one to all."""
 
     mesh: Mesh
     boundary: BlockBoundaries
     blocks: Mapping[str, BlockStructure]
     placements: Mapping[int, tuple[Placements, ...]]
+    refusal: str = ""
 
 
 def structure_of(
@@ -111,7 +111,10 @@ class _Builder:
         self.graph, self.mesh, self.strategies = graph, mesh, strategies
         self.boundary = strategies.boundary
         self.data = mesh.index(DATA_AXIS)
-        self.pins = {name: parse_placements(text) for name, text in pins.items()}
+        self.pins = {
+            key: tuple((mesh.index(pin.axis), pin) for pin in each if pin.axis in mesh.names) for key, each in pins.items()
+        }
+        self.refusal = why_no_axis(pins, mesh)
         self.stored = {
             self.boundary.classes[Slot(call.block, "param", index)]: fixed.stored[name]
             for call in (graph.calls if fixed.stored else ())
@@ -134,7 +137,7 @@ class _Builder:
 
     def structure(self) -> Structure:
         blocks = {name: self._block(block) for name, block in self.boundary.blocks.items()}
-        return Structure(self.mesh, self.boundary, blocks, self.placements)
+        return Structure(self.mesh, self.boundary, blocks, self.placements, self.refusal)
 
     def _plans(self, block: Block) -> dict[str, tuple[NodePlan, ...]]:
         values = block.values()
@@ -147,17 +150,30 @@ class _Builder:
                 for axis, of in enumerate(self.mesh.axes)
             ]
             plans = combine_axes(per_axis, node, values, self.mesh.sizes)
-            out[node.name] = tuple(plan for plan in plans if self._allowed(node, plan))
+            out[node.name] = plans if not self.pins else self._pinned(block, node, plans)
         return out
 
-    def _model_axes(self, placements: Placements) -> Placements:
-        return tuple(place for axis, place in enumerate(placements) if axis != self.data)
-
-    def _allowed(self, node: Node, plan: NodePlan) -> bool:
-        return not self.pins or all(
-            self._model_axes(at) == self.pins.get(value.name, self._model_axes(at))
-            for value, at in zip(node.outputs, plan.results, strict=True)
+    def _pinned(self, block: Block, node: Node, plans: tuple[NodePlan, ...]) -> tuple[NodePlan, ...]:
+        """The strategies that the pins of results and operands allow."""
+        made = [self.pins.get((block.name, value.name), ()) for value in node.outputs]
+        read = [self.pins.get((block.name, name), ()) for name in node.operands()]
+        if not any((*made, *read)):
+            return plans
+        out = tuple(
+            plan
+            for plan in plans
+            if all(pin.allows_making(at[n]) for at, pins in zip(plan.results, made, strict=True) for n, pin in pins)
+            and all(pin.allows_reading(at[n]) for at, pins in zip(plan.operands, read, strict=True) for n, pin in pins)
         )
+        if not out:
+            pinned = [(pin, value) for value, pins in zip(node.outputs, made, strict=True) for _, pin in pins]
+
+            def offered(pin: Pin, value: Value) -> list[Placement]:
+                index, axis = node.outputs.index(value), self.mesh.index(pin.axis)
+                return [plan.results[index][axis] for plan in plans]
+
+            self.refusal = self.refusal or why_impossible(pinned, self.mesh, offered, operation_text(block, node))
+        return out
 
     def _ends(self, block: Block) -> dict[str, tuple[dict[Placements, None], dict[Placements, None]]]:
         """Return per value the placements it is produced in and those it is needed in, over all strategies."""
@@ -174,6 +190,37 @@ class _Builder:
         return out
 
     def _class_placements(self, number: int) -> tuple[Placements, ...]:
+        """The placements of a boundary class that the pins of its members allow."""
+        every = self._unpinned_placements(number)
+        slots = self.boundary.members[number] if self.pins else ()
+        pins = [(pin, self.boundary.value(slot)) for slot in slots for _, pin in self._pins_at(slot)]
+        if not pins:
+            return every
+        axes = [(self.mesh.index(pin.axis), pin) for pin, _ in pins]
+        allowed = tuple(at for at in every if all(pin.allows(at[axis]) for axis, pin in axes))
+        if not allowed:
+
+            def offered(pin: Pin, value: Value) -> list[Placement]:
+                return [at[self.mesh.index(pin.axis)] for at in every]
+
+            self.refusal = self.refusal or why_impossible(pins, self.mesh, offered, self._class_text(number))
+        return allowed
+
+    def _pins_at(self, slot: Slot) -> tuple[tuple[int, Pin], ...]:
+        return self.pins.get((slot.block, self.boundary.value(slot).name), ())
+
+    def _class_text(self, number: int) -> str:
+        """Name a boundary class: its parameters, which are tied, or its value between blocks."""
+        names = dict.fromkeys(
+            name
+            for call in self.graph.calls
+            for index, name in enumerate(call.parameters)
+            if self.boundary.classes[Slot(call.block, "param", index)] == number
+        )
+        slot = self.boundary.members[number][0]
+        return next(iter(names)) if names else f"{self.boundary.value(slot).name} of {slot.block}, between blocks,"
+
+    def _unpinned_placements(self, number: int) -> tuple[Placements, ...]:
         """The placements of a boundary class: whatever its members use, but never Partial on a model axis."""
         slots = self.boundary.members[number]
         values = [self.boundary.value(slot) for slot in slots]
@@ -208,8 +255,6 @@ class _Builder:
         allowed = tuple(at for at in product(*per_axis) if can_shard(values[0].shape, at, self.mesh.sizes))
         if number in self.placed:
             allowed = tuple(at for at in allowed if self._as_placed(at, self.placed[number]))
-        for pin in (self.pins[value.name] for value in values if value.name in self.pins):
-            allowed = tuple(at for at in allowed if self._model_axes(at) == pin)
         return allowed
 
     def _as_placed(self, at: Placements, places: Mapping[str, Placement]) -> bool:
@@ -236,10 +281,11 @@ class _Builder:
             produced, needed = (list(side) for side in self.ends[block.name][name])
             for slot in at.get(name, ()):
                 (needed if slot.side == "out" else produced).extend(self.placements[self.boundary.classes[slot]])
-            value = values[name]
-            key = (value.shape, value.dtype, value.differentiable, frozenset(produced), frozenset(needed))
+            value, pins = values[name], self.pins.get((block.name, name), ())
+            key = (value.shape, value.dtype, value.differentiable, frozenset(produced), frozenset(needed), pins)
             if key not in self._graphs:
-                self._graphs[key] = conversion_graph(value, self.mesh.sizes, dict.fromkeys(produced), dict.fromkeys(needed))
+                ends = dict.fromkeys(produced), dict.fromkeys(needed)
+                self._graphs[key] = conversion_graph(value, self.mesh.sizes, *ends, dict(pins))
             return self._graphs[key]
 
         same_price_as = {name: _same_price(each) for name, each in plans.items()}

@@ -44,9 +44,11 @@ class GridPoint:
         return f"{self.mesh}{micro_batches}" + (f", state in groups of {self.zero_group}" if self.zero_group else "")
 
 
-def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int], registry: Registry) -> tuple[GridPoint, ...]:
+def grid_points(
+    graph: Graph, size: int, node_size: int, force: Mapping[str, int], registry: Registry, ordered: bool = False
+) -> tuple[GridPoint, ...]:
     """Return every point for a cluster of `size` devices in nodes of `node_size`, few micro-batches first, and one state group
-    before several.
+    before several. `ordered`: as `meshes`.
 
     BatchError or ClusterError where what is forced leaves nothing.
     """
@@ -60,7 +62,7 @@ def grid_points(graph: Graph, size: int, node_size: int, force: Mapping[str, int
     experts = dispatches_tokens(graph, registry) and force.get(EXPERT_AXIS) != 1
     out = [
         GridPoint(mesh, micro_batches, group)
-        for mesh in meshes(size, graph.batch, force, node_size, experts)
+        for mesh in meshes(size, graph.batch, force, node_size, experts, ordered)
         for micro_batches in micro_batch_counts(graph.batch, mesh.size_of(DATA_AXIS), force, one_micro_batch)
         if expert_axis_fits(mesh, graph.batch, micro_batches, force, experts)
         for group in zero_groups(mesh, node_size, force)

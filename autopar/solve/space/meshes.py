@@ -44,8 +44,11 @@ def check_axes(force: Mapping[str, int], size: int, batch: int) -> None:
         raise BatchError(f"the global batch {batch} does not divide by dp={force[DATA_AXIS]}: make it a multiple of that")
 
 
-def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, experts: bool = False) -> list[Mesh]:
-    """Every mesh that the batch and `force` allow: one model axis before two, small before large.
+def meshes(
+    size: int, batch: int, force: Mapping[str, int], node_size: int = 0, experts: bool = False, ordered: bool = False
+) -> list[Mesh]:
+    """Every mesh that the batch and `force` allow: one model axis before two, small before large. `ordered`: two model axes are
+    no other's mirror inside a node either, because pins name them.
 
     With `experts` the model axes are ``ep``, ``tp`` where ``ep`` cannot shard the batch, and both on few devices or forced; else
     ``tp`` or two of them. A forced ``tp`` or ``ep`` alone means that there is no other model axis. BatchError or ClusterError
@@ -65,7 +68,7 @@ def meshes(size: int, batch: int, force: Mapping[str, int], node_size: int = 0, 
     if node_size and not any(name in force for name in AXES):
         widest = max(WIDEST_NODES * node_size, WIDEST_DEVICES, min(mesh.size // mesh.size_of(DATA_AXIS) for mesh in allowed))
         allowed = [mesh for mesh in allowed if mesh.size // mesh.size_of(DATA_AXIS) <= widest]
-        allowed = [mesh for mesh in allowed if not _is_same_in_node(mesh, node_size)]
+        allowed = [mesh for mesh in allowed if ordered or not _is_same_in_node(mesh, node_size)]
     return sorted(allowed, key=lambda mesh: (len(mesh.axes), size // mesh.size_of(DATA_AXIS), mesh.sizes[1:]))
 
 

@@ -14,6 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.registry import Registry
 from autopar.solve.problem.data_axis import AxisStrategies
+from autopar.solve.problem.pins import pins_of, why_no_axis
 from autopar.solve.problem.problem import Problem, price_structure, with_zero_group
 from autopar.solve.problem.structure import Structure, structure_of
 from autopar.solve.space.grid import GridPoint
@@ -34,6 +35,8 @@ class ProblemTables:
     def __init__(self, graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry) -> None:
         self.graph, self.cluster, self.options, self.registry = graph, cluster, options, registry
         self._strategies = AxisStrategies(graph, registry)
+        self._pins = pins_of(graph, options.pins)
+        self._refusals: dict[Mesh, str] = {}
         self._structures: _Caches[Structure] = {wide: OrderedDict() for wide in _CACHED}
         self._costs: dict[Device, dict[str, BlockCosts]] = {}
         self._problems: _Caches[Problem] = {wide: OrderedDict() for wide in _CACHED}
@@ -43,9 +46,21 @@ class ProblemTables:
         structures = self._structures[_is_wide(mesh)]
         if mesh not in structures:
             options = self.options
-            fixed = options.pins, self._strategies, options.stored, options.placed
+            fixed = self._pins, self._strategies, options.stored, options.placed
             _remember(structures, mesh, structure_of(self.graph, mesh, self.registry, *fixed), _CACHED[_is_wide(mesh)])
         return structures[mesh]
+
+    def refusal(self, mesh: Mesh) -> str:
+        """Say why no plan on a mesh obeys the pins; empty where one may."""
+        if mesh not in self._refusals:
+            no_axis = why_no_axis(self._pins, mesh)
+            self._refusals[mesh] = no_axis or (self.structure(mesh).refusal if self._pins else "")
+        return self._refusals[mesh]
+
+    def refusals(self) -> list[str]:
+        """What was said of meshes that cannot obey the pins, those first that have the axes of all pins."""
+        meshes = [mesh for mesh, text in self._refusals.items() if text]
+        return [self._refusals[mesh] for mesh in sorted(meshes, key=lambda mesh: bool(why_no_axis(self._pins, mesh)))]
 
     def problem(self, point: GridPoint, zeros: tuple[int, ...] | None = None, cluster: Cluster | None = None) -> Problem:
         """The tables of a point. `zeros`: the allowed state shardings, by default those of the options. `cluster`: the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,21 +13,18 @@ from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_pipelines, train_programs
 from support.harness.training_loop import parallel_model
 from support.models.routed_mlp import RoutedMlp
+from support.plans.expert_forms import only
 from support.plans.pipeline_plans import candidate_text as text_of_pipeline
 from support.plans.pipeline_plans import pipeline_candidate
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import ClusterError
-from autopar.ir.graph import Node
 from autopar.ir.plan import Pipeline, Precision
-from autopar.operations.experts import FUNCTIONS, moe_experts_rule
-from autopar.operations.notation.rule import DerivedLine
-from autopar.rules.registry import Registry, default_registry
+from autopar.rules.registry import default_registry
 from autopar.solve.search import search
 from autopar.solve.space.micro_batches import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
-OP = "ap.moe_experts"
 FORMS = {
     "owned, tp=4": ("owned", {"tp": 4}),
     "owned, dp=2,tp=2": ("owned", {"dp": 2, "tp": 2}),
@@ -48,28 +44,13 @@ COVERING = {
 }
 
 
-def only(form: str) -> Registry:
-    """The rules, where experts are dealt in one way alone."""
-    registry = default_registry()
-    functions = tuple(each for each in FUNCTIONS if each.name == f"{OP}_{form}")
-    whole = {"owned": "f", "inside": "e", "dispatched": "f"}[form]
-
-    def line(node: Node, shapes: tuple[tuple[int | str, ...], ...]) -> DerivedLine | None:
-        found = moe_experts_rule(node, shapes)
-        marked = found.line.replace(f"{whole}+", f"{whole}!").replace("e+", "e!" if form == "dispatched" else "e+")
-        return replace(found, line=marked)
-
-    rule = replace(registry.rules[OP], line=line, functions=functions)
-    return Registry(MappingProxyType({**registry.rules, OP: rule}))
-
-
 def text_of(prepared: Prepared, name: str) -> str:
     form, force = FORMS[name]
     pins = {}
     if form == "dispatched":  # the experts' matrices are cut; then tokens are, too, or the matrices come together
-        dims = ["S(0)"] + ["I"] * ("tp" in force)
+        places = {"ep": "S(0)"} | ({"tp": "I"} if "tp" in force else {})
         matrices = [p.value.name for block in prepared.graph.blocks for p in block.parameters if len(p.value.shape) == 3]
-        pins = dict.fromkeys(matrices, " ".join(dims))
+        pins = dict.fromkeys(matrices, places)
     precision = Precision("float64", "float64")
     options = SearchOptions(batch=16, precision=precision, force={"pp": 1, **force}, pins=pins, registry=only(form))
     result = search(prepared.graph, Cluster.parse("local:4"), options)

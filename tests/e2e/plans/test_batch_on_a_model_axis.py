@@ -22,7 +22,7 @@ def test_equals_one_process(name: str, value: str, ranks: RankPool) -> None:
     prepared = prepare(name)
     programs = []
     for force in FORCES.values():
-        pins = {value: "S(0)" if len(force) < 3 else "S(0) I"}
+        pins = {value: {"ep": "S(0)"} if len(force) < 3 else {"ep": "S(0)", "tp": "I"}}
         options = SearchOptions(batch=16, precision=Precision("float64", "float64"), force={"pp": 1, **force}, pins=pins)
         result = search(prepared.graph, Cluster.parse("local:4"), options)
         programs.append(program(prepared, result))

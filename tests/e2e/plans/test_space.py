@@ -12,7 +12,7 @@ from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs, train_steps
 from support.models.operations.images import IMAGES, case
-from support.plans.space_pins import space_pins
+from support.plans.space_pins import space_pins, space_rules
 
 from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
@@ -39,7 +39,8 @@ def cut(name: str, force: dict[str, int]) -> PlanResult:
     """The best plan that cuts whatever can be cut along space."""
     graph = prepared(name).graph
     pins = space_pins(graph, force["tp"])
-    options = SearchOptions(batch=2, precision=Precision("float64", "float64"), force={"pp": 1, **force}, pins=pins)
+    precision = Precision("float64", "float64")
+    options = SearchOptions(batch=2, precision=precision, force={"pp": 1, **force}, pins=pins, registry=space_rules())
     world = force["tp"] * force.get("dp", 1) * force.get("pp", 1)
     return search(graph, Cluster.parse(f"local:{world}"), options)
 

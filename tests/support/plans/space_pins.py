@@ -1,16 +1,21 @@
-"""Pins that cut images along space wherever rules allow it."""
+"""Pins that cut images along space wherever rules allow it, and rules that leave convolutions no other way."""
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Shard
 from autopar.operations.images.space import HALO, OWN
+from autopar.operations.notation.rule import DerivedLine, Rule
 from autopar.rules.expand import block_strategies
-from autopar.rules.registry import default_registry
+from autopar.rules.registry import Registry, default_registry
 
 
-def space_pins(graph: Graph, size: int) -> dict[str, str]:
-    """The placement on a model axis of this size of each result that may be cut along space. Pins are by name, which blocks may
+def space_pins(graph: Graph, size: int) -> dict[str, dict[str, str]]:
+    """The placement on ``tp`` of this size of each result that may be cut along space. Pins are by name, which blocks may
     share: a name counts where all its operations agree."""
     found: dict[str, set[str]] = {}
     for block in graph.blocks:
@@ -22,7 +27,20 @@ def space_pins(graph: Graph, size: int) -> dict[str, str]:
                 str(each.results[0]) for each in offered[node.name] if each.factor in (HALO, OWN) and _space(each.results[0])
             }
             found.setdefault(node.name, set()).update(places or {""})
-    return {name: text for name, (text, *more) in ((n, sorted(found[n])) for n in found) if text and not more}
+    return {name: {"tp": text} for name, (text, *more) in ((n, sorted(found[n])) for n in found) if text and not more}
+
+
+def space_rules() -> Registry:
+    """The rules, where input channels stay whole: else a pinned result may be partial sums that are reduced to its shards."""
+    registry = default_registry()
+    rules = {op: registry.rules[op] for op in registry.rules if op.startswith("aten.conv")}
+    whole = {op: replace(rule, line=partial(_whole_channels, rule)) for op, rule in rules.items()}
+    return Registry(MappingProxyType({**registry.rules, **whole}))
+
+
+def _whole_channels(rule: Rule, node: Node, shapes: tuple[tuple[int | str, ...], ...]) -> DerivedLine | None:
+    found = rule.derived(node, shapes)
+    return None if found is None else replace(found, line=found.line.replace("c+", "c!"))
 
 
 def _space(place: object) -> bool:

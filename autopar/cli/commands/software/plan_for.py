@@ -32,6 +32,8 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
         raise AutoparError(
             "--force is for autopar's own plans: write the degrees into the software's file, and ask `autopar fit`"
         )
+    if arguments.constrain:
+        raise AutoparError("--constrain is for autopar's own plans: other software has degrees, and no placements")
     cluster = Cluster.parse(arguments.cluster)
     folder = Path(arguments.output) if arguments.output else None
     if folder is not None and folder.exists() and not folder.is_dir():
