@@ -58,12 +58,12 @@ class Exports:
             with suppress(CaptureError):
                 export = Export(model, (), arguments, options, dims)
                 if export.lengths:
-                    return self._kept(structure, export)
+                    return self._keep(structure, export)
             self.closed.add(structure)
-        return self._kept(structure, Export(model, (), arguments, options))
+        return self._keep(structure, Export(model, (), arguments, options))
 
-    def _kept(self, structure: Structure, export: Export) -> Graph:
-        """The graph of an export, which is kept where it may hold for other calls."""
+    def _keep(self, structure: Structure, export: Export) -> Graph:
+        """Return the graph of an export, and keep the export where it may hold for other calls."""
         if not export.is_open:
             return export.graph
         self.count += 1

@@ -1,11 +1,11 @@
-"""Programs of models under all kinds of plans are proven: what `support/harness/certified_table.py` counts for docs/models.md."""
+"""Programs of models under all kinds of plans are proven: what `support/judges/certified_table.py` counts for docs/models.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from support.harness.certified_table import CERTIFIED, DOCUMENT, NO_PROGRAM, PLANS, TITLES, judge, records, sets, table
+from support.judges.certified_table import CERTIFIED, DOCUMENT, NO_PROGRAM, PLANS, TITLES, judge, records, sets, table
 
 from autopar.capture import capture
 

@@ -32,6 +32,8 @@ ELSEWHERE = {
     f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
     "pip install --no-deps --target ../torchao torchao==0.18.0": "by hand: it needs the package index",
     "PYTHONPATH=../torchao .venv/bin/python -m pytest tests/e2e/precision/test_float8.py": "by hand",
+    "pip install --no-deps --target ../spmd spmd-types==0.3.1": "by hand: it needs the package index",
+    "PYTHONPATH=../spmd .venv/bin/python -m pytest tests/checker/test_spmd_types.py": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
     "autopar compare plan.json measured.json": "tests/runtime/report/test_report.py",

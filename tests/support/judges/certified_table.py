@@ -1,6 +1,6 @@
 """How many programs of the models of these tests the checker proves: the table in docs/models.md.
 
-``python tests/support/harness/certified_table.py FILE [set ...]`` plans, writes and judges each program, a line of JSON each into
+``python tests/support/judges/certified_table.py FILE [set ...]`` plans, writes and judges each program, a line of JSON each into
 FILE, and goes on where FILE ends. Then it prints the table, which ``--write`` puts into docs/models.md.
 """
 
