@@ -85,7 +85,7 @@ def left_to_dtensor(axes: dict[str, int]) -> list[bool]:
 def test_elementwise_operations_are_those_of_dtensor(ranks: RankPool) -> None:
     assert ranks.run(elementwise, {"tp": 4}) == [[]] * 4
     assert ranks.run(left_to_dtensor, {"tp": 4}) == [[False] * 5] * 4
-    for op in (torch.ops.aten.equal.default, torch.ops.aten.sum.default, torch.ops.aten.normal_.default):
+    for op in (torch.ops.aten.add.out, torch.ops.aten.equal.default, torch.ops.aten.sum.default, torch.ops.aten.normal_.default):
         assert not dtensor._is_elementwise(op)
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from autopar.cli.console import Console
 from autopar.cli.evaluation import read_plan
 from autopar.errors import PlanError
-from autopar.files import read_bytes
+from autopar.files import check_target, read_bytes, write_whole
 from autopar.ir.plan_file.plan_file import refuse_misfits
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit status 0 where the program is proven, 1 where a line is not."""
+    if arguments.output:
+        check_target(arguments.output)
     from autopar.checker.certificate import certify
 
     path = Path(arguments.what)
@@ -38,6 +40,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         beside = f" (predicted, with the allocator and the device's context: {predicted / 2**30:.3g} GiB)" if predicted else ""
         console.text(f"  memory     tensors take at most {max(certificate.bounds) / 2**30:.3g} GiB of a rank{beside}")
     if arguments.output:
-        Path(arguments.output).write_text(certificate.to_json(), encoding="utf-8")
+        write_whole(arguments.output, certificate.to_json())
     console.document(json.loads(certificate.to_json()))
     return 0 if certificate.holds else 1

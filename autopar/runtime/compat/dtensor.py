@@ -35,8 +35,12 @@ def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _is_elementwise(op: Any) -> bool:
-    """Return whether an operation makes of each element one element. (`torch.equal` has the tag too.)"""
-    if [str(each.type) for each in op._schema.returns] != ["Tensor"] or torch.Tag.nondeterministic_seeded in op.tags:
+    """Return whether an operation makes of each element one element, new or in the place of the first operand's. (`torch.equal`
+    has the tag too.)"""
+    schema = op._schema
+    if [str(each.type) for each in schema.returns] != ["Tensor"] or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if any(each.is_out for each in schema.arguments):
         return False
     return torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.zeros_like
 
