@@ -84,6 +84,16 @@ def check_target(path: str | Path) -> None:
         raise FileError(f"cannot write {str(path)[:200]}: {reason}; name another file") from None
 
 
+def make_folder(path: str | Path) -> Path:
+    """Make a folder where there is none, with those above it, and return its path. FileError, one line, where that cannot be."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot make the folder {str(path)[:200]}: {reason}; name another one") from None
+    return Path(path)
+
+
 def write_whole(path: str | Path, content: str | bytes | Callable[[BinaryIO], None]) -> Path:
     """Write the file, and return its path; `content` may write itself into an open file. A link keeps leading to its target; what
     is no regular file (``/dev/stdout``) is written into. FileError, one line, where it cannot be written."""

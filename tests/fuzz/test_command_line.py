@@ -33,6 +33,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     megatron.write_text("torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16\n")
     fitted = ["--model", "llama-tiny", "--cluster", "dgx-h100:1", "--quick"]
     out |= {"fit": ["fit", str(megatron), *fitted], "check": ["check", plan]}
+    out |= {"launch": ["launch", plan, "--for", "slurm", "-o", str(folder / "jobs")]}
     out |= {"compare-clusters": ["compare-clusters", "llama-tiny", "dgx-h100:1@2", "--tokens", "1e9", "--batch", "16"]}
     out |= {"export": ["export", plan, str(folder / "out")], "calibrate": ["calibrate", "-o", str(folder / "c.yaml")]}
     return out | {"models": ["models"], "clusters": ["clusters"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from autopar.cli.console import Console
@@ -20,10 +21,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from autopar.checker.certificate import certify
 
     path = Path(arguments.what)
-    plan_path = path / "plan.json" if path.is_dir() else path
+    exported = os.path.isdir(path)
+    plan_path = path / "plan.json" if exported else path
     with refuse_misfits(str(plan_path)):
         plan = read_plan(str(plan_path))
-        if path.is_dir():
+        if exported:
             text = read_bytes(path / "program.py", PlanError, "the program").decode("utf-8", errors="replace")
         else:
             from autopar.program.build import program_text

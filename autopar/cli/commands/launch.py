@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from autopar.cli.console import Console
 from autopar.cli.evaluation import cluster_of, with_plan
 from autopar.errors import AutoparError
-from autopar.files import write_whole
+from autopar.files import make_folder, write_whole
 from autopar.ir.plan_file.plan_file import Plan
 
 
@@ -22,15 +21,12 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     cluster = cluster_of(plan)
     if cluster is None:
         raise AutoparError(f"{arguments.plan} does not describe its cluster: plan again with `autopar plan`")
-    folder = Path(arguments.output)
-    if folder.exists() and not folder.is_dir():
-        raise AutoparError(f"-o {folder} is a file: name a folder")
     job = job_of(
         cluster, plan.document.model.name, arguments.script, name=arguments.name, image=arguments.image,
         devices=arguments.devices_per_node,
     )  # fmt: skip
     files = write(job)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(arguments.output)
     for name, text in files.items():
         write_whole(folder / name, text)
         console.text(f"written to {folder / name}")

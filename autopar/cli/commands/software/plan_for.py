@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.commands.software.fit import captured
@@ -22,7 +21,7 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     """Print the ranking of the software's configurations, and write its files where `-o` names a folder."""
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.errors import AutoparError
-    from autopar.files import write_whole
+    from autopar.files import make_folder, write_whole
     from autopar.software.choose import choose, costs_of_lacks, files_of
     from autopar.software.known.registry import software_named
     from autopar.software.models import model_of
@@ -35,9 +34,7 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.constrain:
         raise AutoparError("--constrain is for autopar's own plans: other software has degrees, and no placements")
     cluster = Cluster.parse(arguments.cluster)
-    folder = Path(arguments.output) if arguments.output else None
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise AutoparError(f"-o {folder} is a file: with --for, name a folder")
+    folder = make_folder(arguments.output) if arguments.output else None
     model = model_of(arguments.model, arguments.seq or 0, captured(console))
     batch = arguments.batch or cluster.size
     found = choose(software, model, cluster, batch, arguments.dtype or "bf16")
@@ -47,7 +44,6 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     costs = costs_of_lacks(found)
     _show(found, best, costs, console)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_whole(folder / name, text)
             console.text(f"written to {folder / name}")
