@@ -75,7 +75,10 @@ def offer_of(text: str) -> Offer:
 def spending_of(
     model: Model, offer: Offer, software: Sequence[Software], tokens: float, batch: int, precision: str
 ) -> list[Spending]:
-    """The run on one offer with each software that can do it, the fastest first; a software that cannot is left out."""
+    """The run on one offer with each software that can do it, the fastest first; a software that cannot is left out. AutoparError
+    for a model without tokens."""
+    if not model.seq:
+        raise AutoparError(f"{model.name} has no sequence of tokens to count: say --seq N, tokens of an example")
     out = []
     for each in software:
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fuzzing.one_line import answer
 
 from autopar.cli import main
 
@@ -76,3 +78,10 @@ def test_what_a_software_lacks_has_a_price(capsys: pytest.CaptureFixture[str]) -
     shares = {each["what"]: each["step_share"] for each in found["lacks"]}
     assert shares["expert parallelism"] > 0 and all(0 <= share < 1 for share in shares.values())
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
+
+
+def test_a_model_without_tokens_is_a_line(tmp_path: Path) -> None:
+    """Found by odd words: a division by zero."""
+    (tmp_path / "net.py").write_text("import torch\ndef f(): return torch.nn.Linear(2, 2), (torch.ones(2, 2),)\n")
+    said = answer("compare-clusters", f"{tmp_path}/net.py:f", "dgx-h100:1@2", "--tokens", "1e9", "--batch", "16")
+    assert said.status == 2 and "say --seq" in str(said)
