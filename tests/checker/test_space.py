@@ -11,7 +11,7 @@ import pytest
 from support.models.operation_examples import build, t
 from support.models.operations.images import IMAGES, case
 from support.models.operations.space_examples import image, kernel, space_operations
-from support.plans.space_pins import space_pins
+from support.plans.space_pins import space_pins, space_rules
 
 from autopar.capture import capture
 from autopar.checker.captured import CapturedBlock
@@ -91,7 +91,8 @@ def cut(name: str, force: dict[str, int]) -> tuple[Graph, Candidate]:
     """A plan that cuts whatever can be cut along space."""
     graph = graph_of(name)
     pins = space_pins(graph, force["tp"])
-    options = SearchOptions(batch=2, precision=Precision("float64", "float64"), force={"pp": 1, **force}, pins=pins)
+    precision = Precision("float64", "float64")
+    options = SearchOptions(batch=2, precision=precision, force={"pp": 1, **force}, pins=pins, registry=space_rules())
     found = search(graph, Cluster.parse(f"local:{force['tp'] * force['dp']}"), options)
     return found.graph, found.candidate
 

@@ -1,6 +1,6 @@
 """Trains a small Llama as a file that was written says, on gloo processes, and prints the peak of tensors of rank 0 in its second
-step: ``torchrun ... train.py deepspeed ds_config.json config.json 256``; ``transformers`` and ``accelerate`` (which its own
-launcher starts) likewise."""
+step: ``torchrun ... train.py deepspeed ds_config.json config.json 256 2`` (tokens of a sequence, and sequences of a micro-batch
+where the file leaves them to the script); ``transformers`` and ``accelerate`` (which its own launcher starts) likewise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ import torch.distributed as dist
 import transformers
 
 from autopar.cost_models.tensors.transient_memory import LiveBytes
-
-MICRO = 2
-"""Sequences of a micro-batch where the file leaves them to the script."""
 
 
 class TensorBytes(LiveBytes):
@@ -41,7 +38,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def deepspeed(path: str, config: Any, seq: int, live: TensorBytes) -> None:
+def deepspeed(path: str, config: Any, seq: int, _: int, live: TensorBytes) -> None:
     import deepspeed
 
     settings = json.loads(Path(path).read_text())
@@ -59,7 +56,7 @@ def deepspeed(path: str, config: Any, seq: int, live: TensorBytes) -> None:
                 engine.step()
 
 
-def trainer(path: str, config: Any, seq: int, live: TensorBytes) -> None:
+def trainer(path: str, config: Any, seq: int, _: int, live: TensorBytes) -> None:
     class TwoSteps(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             live.reset_peak()
@@ -75,8 +72,8 @@ def trainer(path: str, config: Any, seq: int, live: TensorBytes) -> None:
         transformers.Trainer(model, settings, train_dataset=data, callbacks=[TwoSteps()]).train()
 
 
-def accelerate(path: str, config: Any, seq: int, live: TensorBytes) -> None:
-    """The file is what `accelerate launch` was started with; micro-batches are of `MICRO`."""
+def accelerate(path: str, config: Any, seq: int, micro: int, live: TensorBytes) -> None:
+    """The file is what `accelerate launch` was started with; micro-batches are of `micro` sequences."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -91,7 +88,7 @@ def accelerate(path: str, config: Any, seq: int, live: TensorBytes) -> None:
         accelerator = Accelerator()
         model = transformers.AutoModelForCausalLM.from_config(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        loader = torch.utils.data.DataLoader(Tokens(config.vocab_size, seq, 2 * MICRO * accelerator.num_processes), MICRO)
+        loader = torch.utils.data.DataLoader(Tokens(config.vocab_size, seq, 2 * micro * accelerator.num_processes), micro)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
             live.reset_peak()
@@ -102,12 +99,12 @@ def accelerate(path: str, config: Any, seq: int, live: TensorBytes) -> None:
 
 def main() -> None:
     train: dict[str, Callable[..., None]] = {"deepspeed": deepspeed, "transformers": trainer, "accelerate": accelerate}
-    name, path, sizes_path, seq = sys.argv[1:]
+    name, path, sizes_path, seq, micro = sys.argv[1:]
     sizes = json.loads(Path(sizes_path).read_text())
     config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     config.use_cache = False
     live = TensorBytes()
-    train[name](path, config, int(seq), live)
+    train[name](path, config, int(seq), int(micro), live)
     if dist.get_rank() == 0:
         print(f"peak {live.peak}", flush=True)
 
