@@ -20,17 +20,20 @@ NEARLY = 0.97
 
 @pytest.mark.slow
 def test_no_published_configuration_is_priced_below_the_chosen_one() -> None:
-    ratios = []
+    ratios, too_large = [], []
     for group in comparable_runs(table().values())[::EACH]:
         priced = [each for each in session().price(group) if each.evaluation is not None]
         best = min(priced, key=lambda each: each.row.step_seconds or 0.0, default=None)
         if best is None or best.evaluation is None:
+            continue
+        if not best.evaluation.fits:  # a few per cent too large by the price: what is chosen has to fit
+            too_large.append(best.row.id)
             continue
         work = workload_of(best.row)
         chosen = rank(Pricer(work), recipe_space(recipe_of(best.row)).configurations(work), MANY).best
         assert chosen is not None and chosen.fits, best.row.id
         ratios.append((best.evaluation.step_seconds / chosen.evaluation.step_seconds, best.row.id))
     within = sum(ratio <= 1.05 for ratio, _ in ratios) / len(ratios)
-    print(f"{len(ratios)} groups, of {within:.0%} the published best is within 5 % of the chosen one; least {min(ratios)}")
+    print(f"{len(ratios)} groups, of {within:.0%} the published best is within 5 % of the chosen one; least {min(ratios)}", too_large)
     assert min(ratios)[0] >= NEARLY
     assert within >= 0.5
