@@ -28,7 +28,7 @@ def drawn(name: str, mesh: Mesh, seed: int) -> tuple[str, Graph, Candidate]:
 
 REFUSED = {("llama-tiny", LARGER, 3), *((name, mesh, 3) for name in ("mixtral-tiny", "qwen3-tiny") for mesh in (MESH, LARGER))}
 REFUSED |= {("convnet", mesh, seed) for mesh in (MESH, LARGER) for seed in (2, 3)}
-"""Programs that our checker proves and theirs refuses as they are annotated: collectives of views, writes in place into buffers."""
+"""Programs that our checker proves and theirs refuses as they are annotated: collectives of views, writes into buffers."""
 REFUSES = pytest.mark.xfail(strict=True, reason="not annotated as their checker wants it")
 DRAWN = [
     (name, mesh, seed)
