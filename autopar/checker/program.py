@@ -51,7 +51,7 @@ class ProgramResult:
 
     blocks: dict[tuple[Any, ...], BlockResult] = field(default_factory=dict)
     calls: dict[str, list[BlockCall]] = field(default_factory=dict)
-    """By program or chunk, in order."""
+    """calls of blocks by program or chunk, in order"""
     parameters: dict[str, Kinds] = field(default_factory=dict)
     assumptions: list[tuple[int, str]] = field(default_factory=list)
 

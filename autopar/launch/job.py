@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.solve.space.grid import devices_per_node
 
 PORT = 29500
-"""Of the first node, at which ranks meet."""
+"""The port of the first node, at which ranks meet."""
 
 ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """One thread a process, as plans are priced and torchrun does by default where there are several; lines of logs at once."""

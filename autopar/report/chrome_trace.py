@@ -22,7 +22,7 @@ MOST_EVENTS = 200_000
 file."""
 
 _DIGITS = 4
-"""Of microseconds."""
+"""Decimals of times in microseconds."""
 
 Event = dict[str, Any]
 

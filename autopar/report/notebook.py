@@ -13,7 +13,7 @@ from autopar.report.memory_facts import KIND_WORDS
 
 _GIB = 2.0**30
 _SMALLEST_SHARE = 1e-3
-"""Of the step or the peak: what is less has no row."""
+"""The share of the step or the peak from which on a part has a row."""
 _BAR = "display:inline-block;height:.7em;background:#2f6fde;vertical-align:baseline"
 
 

@@ -76,7 +76,7 @@ class Configuration:
         return max(1, -(-batch // (self.data(size) * self.micro)))
 
     def options(self, work: Workload) -> RunOptions:
-        """What the run changes in the graph of the model."""
+        """Return the options of the run that change the graph of the model."""
         return replace(
             work.options,
             context=self.context,

@@ -47,7 +47,7 @@ def _number(call: WholeCall, name: str, at: int, default: int) -> int:
 
 
 def windows(call: WholeCall, dim: int) -> Windows | None:
-    """Of a dimension of space; None where an operation reads another number of rows for each result."""
+    """Return the windows along a dimension of space; None where an operation reads another number of rows for each result."""
     kind, at = call.op.removeprefix("aten.").rstrip("123d"), dim - 2
     if kind in ("conv", "conv_transpose") and len(call.shapes[0]) == len(call.shapes[1]):
         reach = _number(call, "dilation", at, 1) * (call.shapes[1][dim] - 1)
@@ -92,7 +92,7 @@ def convolution(call: WholeCall) -> OperationRow:
     space = _space(call, lead + 1)
 
     def channels(count: int, name: str) -> Dim:
-        """Of several groups those of one are whole."""
+        """Channels as groups, each of which has all of its own on one rank."""
         return (("g", groups), ("", count // groups)) if groups > 1 else ((name, count),)
 
     def image(shape: Shape, name: str, dims: Dims) -> Dims:

@@ -170,7 +170,7 @@ _OVERRIDE = re.compile(
     r"(?:^|[\s\"'+])(?:cfg\.|config\.)?([A-Za-z_]\w*(?:\.\w+)+|mixed_precision)\s*=(?!=)\s*"
     r"(\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\w+\([^()]*\)|[^\s\"'\\]+)"
 )
-"""Of keys without a section one alone is a knob: the name of a precision, or a function that gives it."""
+"""The one key without a section that is a knob: the name of a precision, or a function that gives it."""
 
 
 def _overrides(text: str) -> dict[str, Entry]:
