@@ -34,11 +34,12 @@ from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
+from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
 from .tensors.random_draws import draw_for_stage
-from .variants import MakeVariant, Variant, Variants, compile_blocks
+from .variants import MakeVariant, Variant, Variants
 
 
 class Parallel(ShardedModule):

@@ -27,6 +27,7 @@ from .plain.frozen_reads import FrozenReads, Reads
 from .plain.plain_model import PlainModel
 from .state.lend import UnfrozenParameters, lend_state
 from .state.materialize import State
+from .step.compiled_blocks import compile_blocks
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.outputs import EVERYTHING, leaves_out
@@ -113,17 +114,6 @@ class _ScaleGradient(torch.autograd.Function):
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return `x`, whose gradient is multiplied by `factor`."""
     return apply(_ScaleGradient, x, factor) if x.requires_grad else x
-
-
-def compile_blocks(program: Program, backend: Any) -> None:
-    """Compile each block. Blocks with selective recomputation or offloading are left out, since torch.compile decides itself what
-    to save; so are random blocks with full recomputation, whose numbers it would not repeat."""
-    left = sorted({type(block).__name__ for block in program.blocks() if block.selective_recompute or block.uses_rng})
-    if left:
-        warnings.warn(f"not compiled: {', '.join(left)}, whose plan says what is saved for the backward", stacklevel=3)
-    for block in program.blocks():
-        if not (block.selective_recompute or block.uses_rng):
-            block.forward = torch.compile(block.forward, backend=backend)
 
 
 MakeVariant = Callable[[KeyedCall, nn.Module], VariantParts]

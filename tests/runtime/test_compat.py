@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import autopar.runtime
 from autopar.runtime.compat import autograd, collectives, dtensor, hooks, modules
+from autopar.runtime.compat.compile import compiler_named, marked_for_recomputation, recomputes_marked
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.patches import apply_patches, undo_patches
 
@@ -412,3 +413,30 @@ def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
     for before, indices, gradients in ranks.run(reductions, world=2):
         assert before == 2 and indices == [[]]
         assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}
+
+
+@pytest.mark.slow
+def test_a_cached_graph_is_that_of_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that differ in what is recomputed alone: the caches of compiled graphs take them for two."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    inductor = recomputes_marked(compiler_named("inductor"))
+
+    def saved_of(marked: bool) -> list[tuple[int, ...]]:
+        def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            if marked:
+                with marked_for_recomputation():
+                    h = x @ w
+            else:
+                h = x @ w
+            return h.sin()
+
+        torch._dynamo.reset()
+        compiled = torch.compile(forward, backend=inductor, fullgraph=True)
+        saved = list[tuple[int, ...]]()
+        x, w = torch.ones(8, 4), torch.ones(4, 16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(tuple(x.shape)), x)[1], lambda x: x):
+            compiled(x, w).sum().backward()
+        return saved
+
+    for _ in range(2):
+        assert (8, 16) in saved_of(False) and (8, 16) not in saved_of(True)

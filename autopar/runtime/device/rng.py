@@ -42,12 +42,13 @@ class SeedStream:
 
 class SeedStreams:
     """The streams of this process, made at first use. `first_counts`: where streams begin, by key; all others begin at
-    `other_count`."""
+    `other_count`. `order` changes with each draw of a program."""
 
     def __init__(self) -> None:
         self.streams: dict[int, SeedStream] = {}
         self.first_counts: Mapping[int, int] = {}
         self.other_count = 0
+        self.order = torch.zeros((), dtype=torch.int64)
 
     def __call__(self, key: int) -> SeedStream:
         """The stream of a shard."""
@@ -118,15 +119,32 @@ def _generator(device: str) -> torch.Generator:
     return torch.Generator(device)
 
 
-# One opaque operation, so that torch.compile neither merges nor repeats the draw.
-@torch.library.custom_op("autopar::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _keep_mask(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+# Opaque operations. A seed changes `order`, so that torch.compile neither merges nor moves draws (R-Drop drops one tensor twice);
+# it is saved for the backward, which may draw the numbers of that seed again.
+@torch.library.custom_op("autopar::next_seed", mutates_args=("order",))
+def _next_seed(order: torch.Tensor, key: int) -> torch.Tensor:
+    order.add_(1)
+    return torch.tensor(seed_stream(key).next_seed())
+
+
+@_next_seed.register_fake
+def _(order: torch.Tensor, key: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _seed(mesh: SeedSource, sharded_axes: Iterable[str]) -> torch.Tensor:
+    """Draw the next seed of a shard: a number on the CPU."""
+    return _next_seed(seed_stream.order, shard_key(mesh, sharded_axes))  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("autopar::keep_mask", mutates_args=())
+def _keep_mask(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    return keep.bernoulli_(1 - p, generator=_generator(str(x.device)).manual_seed(seed_stream(key).next_seed()))
+    return keep.bernoulli_(1 - p, generator=_generator(str(x.device)).manual_seed(int(seed)))
 
 
 @_keep_mask.register_fake
-def _(x: torch.Tensor, p: float, key: int) -> torch.Tensor:
+def _(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
@@ -152,7 +170,7 @@ def named_key(seed: int, name: str) -> int:
     return (seed * 65_537 + _number(name)) % (1 << 62)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="attention draws its dropout from torch's own generator")  # type: ignore[untyped-decorator]
 def attention_dropout(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,8 +195,8 @@ class _Dropout(torch.autograd.Function):
     """Saves a mask of one byte an element, as torch's own dropout does on CUDA."""
 
     @staticmethod
-    def forward(ctx: Any, p: float, key: int, x: torch.Tensor) -> torch.Tensor:
-        mask: torch.Tensor = _keep_mask(x, p, key)
+    def forward(ctx: Any, p: float, seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        mask: torch.Tensor = _keep_mask(x, p, seed)
         ctx.save_for_backward(mask)
         ctx.scale = 1 / (1 - p)
         return (x * mask).mul_(ctx.scale)
@@ -195,25 +213,33 @@ def dropout(x: torch.Tensor, p: float, training: bool, mesh: SeedSource, sharded
         return x
     if p == 1:
         return torch.zeros_like(x) * x
-    return apply(_Dropout, p, shard_key(mesh, sharded_axes), x)  # type: ignore[no-any-return]
+    return apply(_Dropout, p, _seed(mesh, sharded_axes), x)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.library.custom_op("autopar::random_numbers", mutates_args=())
+def _random_numbers(like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
+    generator = _generator(str(like.device)).manual_seed(int(seed))
+    out = torch.empty(like.shape, dtype=dtype, device=like.device)
+    if kind == "uniform":
+        return out.uniform_(a, b, generator=generator)
+    if kind == "normal":
+        return out.normal_(a, b, generator=generator)
+    if kind == "exponential":
+        return out.exponential_(a, generator=generator)
+    if kind == "bernoulli":
+        return out.bernoulli_(a, generator=generator)
+    return out.random_(int(a), int(b), generator=generator)
+
+
+@_random_numbers.register_fake
+def _(like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
 def random(
     like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, mesh: SeedSource, sharded_axes: Iterable[str] = ()
 ) -> torch.Tensor:
     """Random numbers for every element of a local tensor, from the streams that `dropout` uses: ``uniform`` (from a to b),
     ``normal`` (mean a, deviation b), ``exponential`` (rate a), ``bernoulli`` (probability a), ``integers`` (from a to b,
     exclusive)."""
-    generator = _generator(str(like.device)).manual_seed(seed_stream(shard_key(mesh, sharded_axes)).next_seed())
-    with torch.no_grad():
-        out = torch.empty(like.shape, dtype=dtype, device=like.device)
-        if kind == "uniform":
-            return out.uniform_(a, b, generator=generator)
-        if kind == "normal":
-            return out.normal_(a, b, generator=generator)
-        if kind == "exponential":
-            return out.exponential_(a, generator=generator)
-        if kind == "bernoulli":
-            return out.bernoulli_(a, generator=generator)
-        return out.random_(int(a), int(b), generator=generator)
+    return _random_numbers(like.detach(), kind, float(a), float(b), dtype, _seed(mesh, sharded_axes))  # type: ignore[no-any-return]

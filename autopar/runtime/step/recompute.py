@@ -13,6 +13,9 @@ recomputed result becomes a reference to its operation, and so does what the ope
 as usual. An operation is recomputed when the backward first needs something of it, at most once. The order is that of the
 backward, which is the same on all ranks, so that recomputed collectives match. Results are freed as soon as nothing refers to
 them.
+
+Compiled blocks have the same plan in another way: operations that are recomputed are marked, and the compiled backward recomputes
+what is marked (`compiled_blocks`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..compat.autograd import storage_key
 from ..compat.collectives import all_gather, wait_tensor
+from ..compat.compile import marked_for_recomputation
 from ..device.axis import AxisHandle
 from ..device.offload import HostMemory, OffloadedTensor, SavedSpan
 from ..device.rng import RngRecorder
@@ -68,11 +72,12 @@ class Recompute:
         self.sources: dict[object, _RecomputedResult | SavedSpan] = {}
         self.saved: dict[object, list[_SavedTensor]] = {}
         self.running: _RecomputedOperation | None = None
-        self.recording = torch.is_grad_enabled()
-        self.hooks = saved_tensors_hooks(self._pack, _SavedTensor.get)
+        self.compiling = torch.compiler.is_compiling()
+        self.recording = torch.is_grad_enabled() and not self.compiling
 
     def __enter__(self) -> Recompute:
         if self.recording:
+            self.hooks = saved_tensors_hooks(self._pack, _SavedTensor.get)
             self.hooks.__enter__()
         return self
 
@@ -83,6 +88,9 @@ class Recompute:
 
     def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``, which the backward recomputes. Tensors are arguments, or in tuples of them."""
+        if self.compiling:
+            with marked_for_recomputation():
+                return function(*args, **kwargs)
         if not self.recording:
             return function(*args, **kwargs)
         operation = self.running = _RecomputedOperation(
@@ -114,6 +122,8 @@ class Recompute:
             self._save_elsewhere(x, PartitionedTensor(x, axis))
 
     def _to_be_saved(self, x: torch.Tensor) -> bool:
+        if self.compiling and torch.is_grad_enabled():
+            _save_outside_of_compiled_code()
         return self.recording and storage_key(x) not in self.sources
 
     def _save_elsewhere(self, x: torch.Tensor, source: SavedSpan) -> None:
@@ -233,6 +243,11 @@ class _RecomputedResult:
 
     def result(self) -> torch.Tensor:
         return self.operation.result(self.index)
+
+
+@torch.compiler.disable(reason="compiled code saves on the device alone, and whole tensors")  # type: ignore[untyped-decorator]
+def _save_outside_of_compiled_code() -> None:
+    """Do nothing: torch.compile refuses what calls this."""
 
 
 def _no_unpack(_: None) -> torch.Tensor:

@@ -1,13 +1,92 @@
-"""Compiled blocks, with inductor: the same numbers."""
+"""Compiled blocks: the same numbers, and no more saved for the backward than the plan says."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
 import pytest
 import torch
-from support.harness.comparison import differences
-from support.harness.end_to_end import plan, prepare, program
+from support.harness.comparison import Outcome, differences
+from support.harness.end_to_end import Prepared, plan, prepare, prepare_dropout, program
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_steps
+from support.harness.run_program import Case, train_pipelines, train_steps
+from support.harness.training_loop import parallel_model
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.drawn_recomputation import with_kept, with_replays
+from support.plans.mesh import mesh_of
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.recompute import RecomputePlan
+from autopar.cost_models.tensors.aliases import aliases
+from autopar.ir.plan import Candidate, Precision
+from autopar.program.build import program_text
+
+F64 = Precision("float64", "float64")
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+PARTITIONED = "aot_eager_decomp_partition"
+"""AOTAutograd with the partition of inductor, and no kernels to compile."""
+TOLERANCE, FLOAT32 = 1e-9, 1e-5
+LAYERS = 2
+GENERATOR_BYTES = 5056
+"""The state of torch's generator, which torch saves where attention is recomputed, whether that draws or not."""
+
+
+def recomputing(prepared: Prepared, axes: dict[str, int], zero: int) -> tuple[Candidate, Candidate, Candidate]:
+    """A plan that saves all, that recomputes whole blocks, and single operations."""
+    plain = drawn_candidate(prepared.graph, mesh_of(**axes), 1, zero=zero, wild=0.0, precision=F64)
+    whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
+    return plain, whole, with_kept(prepared.graph, plain, Cluster.parse(f"local:{plain.mesh.size}"), 1, share=0.3)
+
+
+def compiled(cases: list[Case], backend: str) -> tuple[list[Outcome], list[str]]:
+    """On a rank: what the programs give when they are compiled, and what was said of it."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcomes = [outcome for outcome, _ in train_pipelines(cases, compile=backend)]
+    return outcomes, [str(each.message) for each in caught if "not compiled" in str(each.message)]
+
+
+def saved_bytes(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], backend: str) -> dict[str, int]:
+    """On a rank: bytes that each block saves for the backward beside parameters, in the storages of all of its calls."""
+    torch._dynamo.reset()
+    parallel = parallel_model(text, state, compile=backend)
+    own = {parameter.untyped_storage().data_ptr() for parameter in parallel.program.parameters()}
+    saved: dict[str, int] = {}
+
+    def watched(name: str, forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen = set(own)
+
+            def pack(x: torch.Tensor) -> torch.Tensor:
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    saved[name] = saved.get(name, 0) + storage.nbytes()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                return forward(*args)
+
+        return run
+
+    for block in parallel.program.blocks():
+        block.forward = watched(type(block).__name__, block.forward)  # type: ignore[method-assign]
+    parallel(**batch).backward()
+    return saved
+
+
+def planned_bytes(prepared: Prepared, candidate: Candidate, name: str) -> float:
+    """Bytes that a call of a block saves by its plan."""
+    block, plan = prepared.graph.block(name), candidate.block(name)
+    costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, Cluster.parse(f"local:{candidate.mesh.size}"))
+    return sum(RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions)).saved.values())
 
 
 @pytest.mark.slow
@@ -17,5 +96,60 @@ def test_inductor_equals_one_process(force: dict[str, int], ranks: RankPool) -> 
     text = program(prepared, plan(prepared, force))
     (found,) = ranks.run(train_steps, [(text, prepared.state, prepared.batch, "inductor")], timeout=240)[0]
     loss, gradients, _ = found
-    wrong = differences((loss, gradients, {}, {}), prepared.expected, 1e-9, parameters=False)
+    wrong = differences((loss, gradients, {}, {}), prepared.expected, TOLERANCE, parameters=False)
     assert not wrong, f"{wrong[:5]}\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "axes", "zero"),
+    [(PARTITIONED, {"dp": 1, "tp": 2}, 0), SLOW(PARTITIONED, {"dp": 2, "tp": 2}, 3), SLOW("inductor", {"dp": 2, "tp": 2}, 3)],
+)
+def test_recomputation_equals_one_process(backend: str, axes: dict[str, int], zero: int, ranks: RankPool) -> None:
+    """Recomputed conversions are collectives of the compiled backward. Nothing is left to run as it is."""
+    prepared, world = prepare("llama"), prod(axes.values())
+    texts = [program_text(prepared.graph, each) for each in recomputing(prepared, axes, zero)[1:]]
+    assert "recompute = True" in texts[0] and "recompute(C.convert" in texts[1]
+    cases = [(text, prepared.state, prepared.batch) for text in texts]
+    for outcomes, said in ranks.run(compiled, cases, backend, world=world, timeout=600):
+        assert not said
+        for text, outcome in zip(texts, outcomes, strict=True):
+            wrong = differences(outcome, prepared.expected, TOLERANCE)
+            assert not wrong, f"{wrong[:5]}\n{text}"
+
+
+def test_what_is_recomputed_is_not_saved(ranks: RankPool) -> None:
+    """Compiled layers save at most what the plan says, for all plans."""
+    prepared = prepare("gpt2", batch=8)
+    saved = list[float]()
+    for candidate in recomputing(prepared, {"dp": 2}, 0):
+        text = program_text(prepared.graph, candidate)
+        found = ranks.run(saved_bytes, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)[0]["GPT2Block"]
+        assert found <= LAYERS * (planned_bytes(prepared, candidate, "GPT2Block") + GENERATOR_BYTES)
+        saved.append(found)
+    assert saved[1] < saved[2] < 0.2 * saved[0]
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.1])
+def test_recomputed_random_numbers_are_those_of_the_forward(attention: float, ranks: RankPool) -> None:
+    """GPT-2 with dropout. Attention's own is not traced: layers that recompute it run as they are, and say so."""
+    prepared = prepare_dropout(attn_pdrop=attention)
+    plain, whole, _ = recomputing(prepared, {"dp": 2}, 0)
+    some = with_replays(prepared.graph, plain, 0, 1.0, offload=0.0)
+    texts = [program_text(prepared.graph, each) for each in (plain, whole, some)]
+    assert "recompute(C.dropout" in texts[2]
+    cases = [(text, prepared.state, prepared.batch) for text in texts]
+    ((first, *others), said), _ = ranks.run(compiled, cases, PARTITIONED, world=2, timeout=300)
+    eager, _ = ranks.run(compiled, cases[:1], "", world=2, timeout=300)[0]
+    for found, text in zip((first, *others), texts, strict=True):
+        assert not differences(found, eager[0], FLOAT32), text  # transformers' loss is that of float32 logits
+    assert ["torch's own generator" in line for line in said] == [True, True] * bool(attention)
+
+
+def test_what_is_offloaded_is_not_compiled_and_said(ranks: RankPool) -> None:
+    prepared = prepare("gpt2")
+    plain = recomputing(prepared, {"dp": 2}, 0)[0]
+    text = program_text(prepared.graph, with_replays(prepared.graph, plain, 0, 0.3, offload=0.5))
+    assert "recompute.offload(" in text
+    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], PARTITIONED, world=2, timeout=200)
+    assert not differences(outcome[0], prepared.expected, TOLERANCE)
+    assert any("saves on the device alone" in line for line in said)

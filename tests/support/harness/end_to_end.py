@@ -63,12 +63,12 @@ def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
 
 
 @cache
-def prepare_dropout() -> Prepared:
-    """GPT-2 in float64 with dropout, attention's too; expected is only the loss of an evaluation."""
+def prepare_dropout(**changes: float) -> Prepared:
+    """GPT-2 in float64 with dropout, attention's too (but for `changes`); expected is only the loss of an evaluation."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, **changes)
     model, batch = transformers.GPT2LMHeadModel(config).double(), token_batch(16)
     graph = capture(model, (), batch)
     named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
