@@ -113,8 +113,8 @@ def _changes(one: Configuration, other: Configuration) -> tuple[str, ...]:
 def _neighbours(
     pricer: Pricer, software: Software, job: Job, model: Model, priced: PricedConfiguration, wanted: int
 ) -> list[PricedConfiguration]:
-    """Configurations that differ in few knobs, leave the memory margin, and are faster, or fit where this one does not: those that
-    promise most. Three changes are looked at where fewer do not give as many as are wanted."""
+    """Configurations that differ in few knobs, leave the memory margin, and are faster, or fit where this one does not: those
+    that promise most. Three changes are looked at where fewer do not give as many as are wanted."""
     own = job.configuration
     whole = replace(own, share=1.0, layers=(), schedule="1f1b")
     near: dict[int, list[Configuration]] = {1: [], 2: [], 3: []}
