@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import unified_diff
-from math import inf
 from pathlib import Path
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -27,8 +26,6 @@ _LOOKED_AT = 12
 _BETTER = 3
 _FASTER = 0.99
 """What is called faster takes at most this share of the time."""
-_CHANGE = 0.02
-"""A second change has to promise so much of the step more than one alone."""
 _KNOBS = ("recompute", "micro", "zero", "tensor", "stages", "virtual", "context", "experts", "group", "offload", "host_layers")
 
 
@@ -98,7 +95,7 @@ def fit(path: str, software: Software, entries: Entries, job: Job, model: Model,
         priced = pricer.price(job.configuration)
     except AutoparError as error:
         return Fit(path, software, job, model, work, ((str(error), software.rules[0].source),), None, notes=notes)
-    near = _neighbours(pricer, software, job, model, priced, better) if better else []
+    near = _neighbours(pricer, software, job, model, priced) if better else []
     found = [
         Better(each, _changes(job.configuration, each.configuration), _diff(software, entries, job, each))
         for each in _nearest(job.configuration, near)[:better]
@@ -111,58 +108,41 @@ def _changes(one: Configuration, other: Configuration) -> tuple[str, ...]:
 
 
 def _neighbours(
-    pricer: Pricer, software: Software, job: Job, model: Model, priced: PricedConfiguration, wanted: int
+    pricer: Pricer, software: Software, job: Job, model: Model, priced: PricedConfiguration
 ) -> list[PricedConfiguration]:
     """Configurations that differ in few knobs, leave the memory margin, and are faster, or fit where this one does not: those
-    that promise most. Three changes are looked at where fewer do not give as many as are wanted."""
-    own = job.configuration
+    that promise most."""
+    pricer = replace(pricer, margin=True)
+    own, capacity = job.configuration, pricer.work.cluster.device.memory_bytes
     whole = replace(own, share=1.0, layers=(), schedule="1f1b")
-    near: dict[int, list[Configuration]] = {1: [], 2: [], 3: []}
+    try:
+        base = pricer.least(own)
+    except AutoparError:
+        return []
+    found: list[tuple[int, float, Configuration]] = []
     for each in _space(software, pricer.work, own):
-        changed = len(_changes(whole, each))
-        if changed in near and not software.problems(replace(job, configuration=each), model.decoder):
-            near[changed].append(each)
-    limit = priced.evaluation.step_seconds * _FASTER if priced.fits else inf
-    singles, pairs = (_promises(pricer, near[changed], limit) for changed in (1, 2))
-    first, others = singles[: _LOOKED_AT // 2], singles[_LOOKED_AT // 2 :]
-    margin = _CHANGE * priced.evaluation.step_seconds
-    rest = sorted([*others, *((seconds + margin, each) for seconds, each in pairs)], key=lambda pair: pair[0])
-    pricer = replace(pricer, margin=True)  # what is recommended
-    found = _faster(pricer, [*first, *rest][:_LOOKED_AT], limit)
-    if len(found) < wanted:
-        found += _faster(pricer, _promises(pricer, near[3], limit)[: _LOOKED_AT // 2], limit)
-    return found
-
-
-def _promises(pricer: Pricer, configurations: list[Configuration], limit: float) -> list[tuple[float, Configuration]]:
-    """The seconds that configurations take at least, the least first, without those that cannot fit or be below the limit."""
-    found, too_large = [], set()
-    for each in sorted(configurations, key=lambda each: each.micro):
-        alike = replace(each, micro=1)
-        if alike in too_large:  # with larger micro-batches it is larger
+        changed = _changes(whole, each)
+        if not 1 <= len(changed) <= 3 or software.problems(replace(job, configuration=each), model.decoder):
             continue
         try:
             least = pricer.least(each)
         except AutoparError:
             continue
-        if least.bytes > pricer.work.cluster.device.memory_bytes:
-            too_large.add(alike)
-        elif least.seconds < limit:
-            found.append((least.seconds, each))
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def _faster(pricer: Pricer, looked_at: list[tuple[float, Configuration]], limit: float) -> list[PricedConfiguration]:
-    """Those that fit and are below the limit."""
-    found = []
-    for _, each in looked_at:
+        if least.bytes > capacity or (priced.fits and least.seconds >= priced.evaluation.step_seconds * _FASTER):
+            continue
+        found.append((len(changed), least.seconds / base.seconds, each))
+    found.sort(key=lambda item: (item[1] + 0.02 * item[0], item[0]))
+    singles = [item for item in found if item[0] == 1][: _LOOKED_AT // 2]
+    looked_at = [*singles, *(item for item in found if item not in singles)][:_LOOKED_AT]
+    out = []
+    for _, _, each in looked_at:
         try:
             one = pricer.price(each)
         except AutoparError:
             continue
-        if one.fits and one.evaluation.step_seconds <= limit:
-            found.append(one)
-    return found
+        if one.fits and (not priced.fits or one.evaluation.step_seconds <= _FASTER * priced.evaluation.step_seconds):
+            out.append(one)
+    return out
 
 
 def _space(software: Software, work: Workload, own: Configuration) -> Iterator[Configuration]:
