@@ -31,7 +31,8 @@ class Choice:
 
 
 def choose(software: Software, model: Model, cluster: Cluster, batch: int, precision: str = "bf16", most: int = MANY) -> Choice:
-    """The best configurations of a software. AutoparError where it cannot run the model at all so."""
+    """The best configurations of a software, within the memory margin where there are such. AutoparError where it cannot run the
+    model at all so."""
     if precision not in software.precisions:
         raise AutoparError(f"{software.name} has no {precision}: write --dtype {', '.join(software.precisions)}")
     job = Job(
@@ -41,13 +42,16 @@ def choose(software: Software, model: Model, cluster: Cluster, batch: int, preci
     work = workload_of(software, job, model, cluster)
     if software.name == "megatron":
         job = replace(job, async_tp=work.cluster.overlap.model_parallel)
-    pricer = Pricer(work)
-    allowed = (
+    pricer = Pricer(work, margin=True)
+    allowed = [
         each
         for each in software.space.configurations(work)
         if not software.problems(replace(job, configuration=each), model.decoder)
-    )
+    ]
     found = rank(pricer, allowed, most)
+    if found.best is not None and not found.best.fits:  # at least one that may run
+        pricer = replace(pricer, margin=False)
+        found = rank(pricer, allowed, most)
     if found.best is None:
         raise AutoparError(
             f"{software.name} has no degrees for a batch of {batch} on {cluster.size} devices: give a batch that they divide"
@@ -73,7 +77,7 @@ def costs_of_lacks(choice: Choice) -> list[tuple[str, float | None]]:
             out.append((lack.words, None))
             continue
         work = replace(choice.work, sequence_parallel=choice.work.sequence_parallel or lack.sequence_parallel)
-        pricer = choice.pricer if work == choice.work else Pricer(work)
+        pricer = choice.pricer if work == choice.work else Pricer(work, choice.pricer.margin)
         known = {each for each in own.configurations(choice.work) if work == choice.work or each.tensor == 1}
         wider = (each for each in replace(own, **lack.space).configurations(work) if each not in known)
         found = rank(pricer, wider, below=best.evaluation.step_seconds).best

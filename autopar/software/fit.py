@@ -110,7 +110,9 @@ def _changes(one: Configuration, other: Configuration) -> tuple[str, ...]:
 def _neighbours(
     pricer: Pricer, software: Software, job: Job, model: Model, priced: PricedConfiguration
 ) -> list[PricedConfiguration]:
-    """Configurations that differ in few knobs and are faster, or fit where this one does not: those that promise most."""
+    """Configurations that differ in few knobs, leave the memory margin, and are faster, or fit where this one does not: those
+    that promise most."""
+    pricer = replace(pricer, margin=True)
     own, capacity = job.configuration, pricer.work.cluster.device.memory_bytes
     whole = replace(own, share=1.0, layers=(), schedule="1f1b")
     try:

@@ -26,22 +26,25 @@ from autopar.solve.fixed.candidate import fixed_candidate
 
 @dataclass(frozen=True, slots=True)
 class PricedConfiguration:
-    """One configuration with its cost."""
+    """One configuration with its cost. `margin`: see `Pricer`."""
 
     configuration: Configuration
     candidate: Candidate
     evaluation: Evaluation
+    margin: bool = False
 
     @property
     def fits(self) -> bool:
-        """Whether it may run. Experts try, and leave no margin: a configuration that would reserve more than there is runs all
-        the same while its tensors fit (`hardware.allocator`)."""
-        return self.evaluation.can_run
+        """Whether it is within the memory, with the margin or without."""
+        return self.evaluation.fits if self.margin else self.evaluation.can_run
 
     @property
-    def least_bytes(self) -> float:
-        """What the fullest stage cannot do without."""
-        return max(stage.least_bytes for stage in self.evaluation.stage_memory)
+    def needed_bytes(self) -> float:
+        """The memory that a device has to have for it to fit."""
+        stages = self.evaluation.stage_memory
+        if self.margin:
+            return max(each.peak_bytes * each.capacity_bytes / each.budget_bytes for each in stages)
+        return max(each.least_bytes for each in stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,15 @@ class Least:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices the configurations of one workload, which share graphs, placements and the costs of blocks. `evaluated` counts."""
+    """Prices the configurations of one workload, which share graphs, placements and the costs of blocks. `evaluated` counts.
+
+    margin: what fits leaves the memory margin of the cluster, as what is recommended has to. Else a configuration fits that may
+        run: experts try, and one that would reserve more than there is runs all the same while its tensors fit
+        (`hardware.allocator`).
+    """
 
     work: Workload
+    margin: bool = False
     evaluated: int = 0
     _placed: dict[object, BlockPlacements] = field(default_factory=dict)
     _graphs: dict[object, Graph] = field(default_factory=dict)
@@ -68,9 +77,8 @@ class Pricer:
         self.evaluated += 1
         graph, candidate = self.candidate(configuration)
         costs = self._shared_costs(configuration, graph).of(candidate)
-        return PricedConfiguration(
-            configuration, candidate, evaluate(graph, candidate, self.work.cluster, self.work.optimizer, costs)
-        )
+        found = evaluate(graph, candidate, self.work.cluster, self.work.optimizer, costs)
+        return PricedConfiguration(configuration, candidate, found, self.margin)
 
     def candidate(self, configuration: Configuration) -> tuple[Graph, Candidate]:
         """The graph of a configuration at its batch, and its candidate. Degrees of context and experts share placements; tensor
@@ -203,7 +211,10 @@ class _LayerTraces:
                 cost = costs.state_cost(stored, zero, precision, optimizer)
                 shards = configuration.group or ranks
                 moved = StateCommunication.of(cost, zero, shards, cluster.device, precision, count)
-                held += share * (cost.memory.parameters + cost.memory.optimizer)
+                memory = cost.memory
+                before = memory.accumulated * (memory.persistent_reduce_buffer + (count > 1))
+                whole = 0.0 if memory.gathered_is_transient else memory.gathered
+                held += share * (memory.parameters + memory.optimizer + before + whole)
                 gathers = moved.gather_first + (count - 1) * moved.gather_each + count * moved.gather_backward
                 seconds += share * (gathers + (count - 1) * moved.reduce_each + moved.reduce_last)
             self._states[key] = held, seconds

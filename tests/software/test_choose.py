@@ -68,7 +68,7 @@ def test_the_least_is_below_the_price() -> None:
     for each in list(software.space.configurations(pricer.work))[::40]:
         least, priced = pricer.least(each), pricer.price(each)
         assert least.seconds <= priced.evaluation.step_seconds * 1.02, each
-        assert least.bytes <= priced.least_bytes * 1.02, each
+        assert least.bytes <= priced.needed_bytes * 1.02, each
 
 
 def test_what_cannot_be_is_said_in_one_line() -> None:

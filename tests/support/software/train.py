@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from autopar.cost_models.tensors.transient_memory import LiveBytes
 
+class TensorBytes(TorchDispatchMode):
+    """Bytes of live storages, and their peak: of a DTensor its shard's, of a storage that FSDP2 frees by resizing what is left.
+    Tensors on meta, which DeepSpeed keeps of all parameters for their shapes, have none."""
 
-class TensorBytes(LiveBytes):
-    """Bytes of tensors that have memory: DeepSpeed keeps copies of all parameters on meta devices, for their shapes."""
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "meta":
-            super()._add(storage)
+    def reset_peak(self) -> None:
+        """Measures the peak from now on."""
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a wrapper's storage has the global size and no memory; its shards' operations come next
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._live[int(storage._cdata)] = weakref.ref(storage)
+        sizes = {key: storage.nbytes() for key, each in self._live.items() if (storage := each()) is not None}
+        self._live = {key: self._live[key] for key in sizes}
+        self.peak = max(self.peak, sum(sizes.values()))
+        return result
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
