@@ -27,14 +27,7 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.integrations.checkpoints import (
-    base_model,
-    is_adapted,
-    load_adapters,
-    load_optimizer,
-    load_weights,
-    save_optimizer,
-)
+from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
 from autopar.integrations.one_device import (
     MovedOptimizer,
     first_batch,
@@ -45,6 +38,7 @@ from autopar.integrations.one_device import (
     wait_for_all,
 )
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.pretrained.adapters import adapter_state, is_adapted
 
 LOGGER = logging.getLogger("autopar")
 
@@ -94,7 +88,9 @@ class Trainer(transformers.Trainer):
             LOGGER.warning("all processes are one device: per_device_train_batch_size=%d is the global batch", size)
         self.model_flops = 6 * sum(each.numel() for each in self.parameters_before.parameters.values())
         self.plain_skeleton = parallel.plain.skeleton if parallel.plain is not None else model
-        parallel.__dict__["_get_name"] = base_model(self.plain_skeleton)._get_name  # label smoothing knows causal models by it
+        inner: Any = self.plain_skeleton
+        inner = inner.get_base_model() if is_adapted(inner) else inner
+        parallel.__dict__["_get_name"] = inner._get_name  # label smoothing knows causal models by it
         if self.optimizer is not None:
             self.parameters_before.move(self.optimizer, parallel)
         del self.parameters_before
@@ -191,7 +187,9 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what ``from_pretrained`` reads, on rank 0 (all ranks must call)."""
-        state = self._parallel.full_state()
+        parallel = self._parallel
+        adapted = parallel.plain is not None and is_adapted(parallel.plain.skeleton)
+        state = adapter_state(parallel.state, parallel.plain) if adapted else parallel.full_state()  # type: ignore[arg-type]
         if self.args.should_save:
             self._save(output_dir, state)
         wait_for_all()
@@ -239,7 +237,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_adapted(self.plain_skeleton):
-            load_adapters(resume_from_checkpoint, self.plain_skeleton, self._parallel)
+            self._parallel.load_pretrained(resume_from_checkpoint)
         else:
             load_weights(resume_from_checkpoint, self._parallel)
 
