@@ -121,8 +121,8 @@ def _library(kind: type) -> bool:
 
 
 def _forwarded(skeleton: nn.Module, node: nn.Module, name: str) -> tuple[Any, ...]:
-    """Return what a class with a ``__getattr__`` of its own finds inside, as PeftModel does, for the node of that module, in a tuple;
-    empty where it finds nothing."""
+    """Return what a class with a ``__getattr__`` of its own finds inside, as PeftModel does, for the node of that module, in a
+    tuple; empty where it finds nothing."""
     finder = inspect.getattr_static(type(skeleton), "__getattr__", None)
     if finder is nn.Module.__getattr__ or name in skeleton._modules:
         return ()
