@@ -63,14 +63,17 @@ class Trainer(transformers.Trainer):
         **keywords: Any,
     ) -> None:
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *rest, **keywords).arguments
-        _refuse(args, given)
-        assert model is not None, "refused above"
-        self.parameters_before = MovedOptimizer(model)
-        super().__init__(model, args, *rest, **keywords)
+        names = inspect.signature(transformers.Trainer.__init__).parameters
+        _refuse(args, {"model": model} | dict(zip(list(names)[3:], rest, strict=False)) | keywords)
+        if rest:
+            super().__init__(model, args, *rest, **keywords)
+        else:
+            super().__init__(model=model, args=args, **keywords)
+        plain = self.model  # trl has made it of a name, or added adapters
+        self.parameters_before = MovedOptimizer(plain)
         self._set_signature_columns_if_needed()
-        self.decay_names = super().get_decay_parameter_names(model)
-        self._make_parallel(model, cluster, dict(parallelize or {}))
+        self.decay_names = super().get_decay_parameter_names(plain)
+        self._make_parallel(plain, cluster, dict(parallelize or {}))
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
         """Replace the plain model everywhere."""
@@ -79,9 +82,9 @@ class Trainer(transformers.Trainer):
         options.setdefault("optimizer", "adamw")
         model.train(self.train_dataset is not None)
         loader = self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader()
-        example = self._example(first_batch(loader))
+        self.example = self._example(first_batch(loader))
         self.accelerator.free_memory()
-        parallel = make_parallel(model, cluster, example_inputs=example, **options)
+        parallel = make_parallel(model, cluster, example_inputs=self.example, **options)
         parallel.reseed(self.args.seed)
         if self.args.process_index == 0:
             size = self.args.per_device_train_batch_size
@@ -103,14 +106,13 @@ class Trainer(transformers.Trainer):
         return self.get_eval_dataloader(next(iter(self.eval_dataset)) if many else None)
 
     def _example(self, batch: Any) -> dict[str, Any]:
-        """The arguments of the model's call for a batch (`compute_loss`)."""
+        """The arguments with which `compute_loss` calls the model for a batch."""
         items = self._get_num_items_in_batch([batch], self.args.device)
-        inputs = dict(self._prepare_inputs(batch))
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            inputs.pop("labels", None)
-        if self.model_accepts_loss_kwargs and items is not None:
-            inputs["num_items_in_batch"] = items
-        return inputs
+        try:
+            self.compute_loss(_CallRecorder(), dict(self._prepare_inputs(batch)), num_items_in_batch=items)  # type: ignore[arg-type]
+        except _CalledError as call:
+            return call.keywords
+        raise AutoparError("compute_loss does not call the model that it is given: call it, so that it can be planned for")
 
     # -- one device
 
@@ -249,6 +251,20 @@ class Trainer(transformers.Trainer):
             return
         load_optimizer(checkpoint, self._parallel, inner_optimizer(self.optimizer))
         self._scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+
+
+class _CalledError(Exception):
+    """A call of the model."""
+
+    def __init__(self, keywords: dict[str, Any]) -> None:
+        self.keywords = keywords
+
+
+class _CallRecorder:
+    """A model that only says how it is called."""
+
+    def __call__(self, **keywords: Any) -> Any:
+        raise _CalledError(keywords)
 
 
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:

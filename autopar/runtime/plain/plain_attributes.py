@@ -110,6 +110,8 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
             return attribute.fget(node)
         if isinstance(attribute, type) or (attribute is not None and not callable(attribute)):
             return attribute
+    elif isinstance(attribute, property) and isinstance(value := getattr(skeleton, name), (bool, int, float, str)):
+        return value  # is_gradient_checkpointing of transformers
     raise AttributeProblem(
         f"{type(skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain model"
     )
