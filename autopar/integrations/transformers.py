@@ -73,18 +73,13 @@ class Trainer(transformers.Trainer):
         self.parameters_before = MovedOptimizer(plain)
         self._set_signature_columns_if_needed()
         self.decay_names = super().get_decay_parameter_names(plain)
-        self._make_parallel(plain, cluster, dict(parallelize or {}))
+        options = {"precision": "bf16" if args.bf16 else "fp16"} if args.bf16 or args.fp16 else {}
+        self._make_parallel(plain, cluster, options | {"optimizer": "adamw"} | dict(parallelize or {}))
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
         """Replace the plain model everywhere."""
-        if self.args.bf16 or self.args.fp16:
-            options.setdefault("precision", "bf16" if self.args.bf16 else "fp16")
-        options.setdefault("optimizer", "adamw")
         model.train(self.train_dataset is not None)
-        loader = self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader()
-        self.example = self._example(first_batch(loader))
-        self.accelerator.free_memory()
-        parallel = make_parallel(model, cluster, example_inputs=self.example, **options)
+        parallel = make_parallel(model, cluster, example_inputs=self._example(), **options)
         parallel.reseed(self.args.seed)
         if self.args.process_index == 0:
             size = self.args.per_device_train_batch_size
@@ -105,8 +100,10 @@ class Trainer(transformers.Trainer):
         many = isinstance(self.eval_dataset, dict)
         return self.get_eval_dataloader(next(iter(self.eval_dataset)) if many else None)
 
-    def _example(self, batch: Any) -> dict[str, Any]:
-        """The arguments with which `compute_loss` calls the model for a batch."""
+    def _example(self) -> dict[str, Any]:
+        """The arguments with which `compute_loss` calls the model for the first batch."""
+        batch = first_batch(self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader())
+        self.accelerator.free_memory()
         items = self._get_num_items_in_batch([batch], self.args.device)
         try:
             self.compute_loss(_CallRecorder(), dict(self._prepare_inputs(batch)), num_items_in_batch=items)  # type: ignore[arg-type]

@@ -60,19 +60,21 @@ class SFTTrainer(_ScoredTrainer, trl.SFTTrainer):  # type: ignore[misc, unused-i
 
 
 class DPOTrainer(_ScoredTrainer, trl.DPOTrainer):  # type: ignore[misc, unused-ignore]
-    """trl's DPOTrainer of a parallel model. A `ref_model` is parallelized beside it; with adapters there is none."""
+    """trl's DPOTrainer of a parallel model. A `ref_model` is parallelized first, and the model beside it; with adapters there is
+    none."""
 
     scores = ("log_probs:gradient", "entropy", "mean_logits", "is_top1", "label_mask")
     ref_model: Any
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
-        reference = self.ref_model
-        super()._make_parallel(model, cluster, options)
-        if reference is not None:
+        if self.ref_model is not None:
+            model.train()
+            reference = self.ref_model.eval().requires_grad_(False)
             _score_tokens(reference)
-            reference.requires_grad_(False)
-            further = {name: each for name, each in options.items() if name not in ("force", "optimizer", "plan")}
-            self.ref_model = make_parallel(reference.eval(), cluster, self.example, **further)
+            further = {name: each for name, each in options.items() if name not in ("force", "plan")}
+            self.ref_model = make_parallel(reference, cluster, self._example(), **further)
+            options["beside"] = self.ref_model
+        super()._make_parallel(model, cluster, options)
 
 
 def _score_tokens(model: Any) -> None:
