@@ -30,7 +30,7 @@ from autopar.given_plan import batch_dims, check_float8, check_options, check_pl
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
-from autopar.options import DocumentLengthsLike, PlanOptions, RuntimeOptions
+from autopar.options import Beside, DocumentLengthsLike, PlanOptions, RuntimeOptions, held_bytes
 from autopar.planning import (
     ExampleInputs,
     cache_folder,
@@ -90,6 +90,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     check_every: int = 0,
     memory_margin: float | None = None,
+    beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
     proof: bool = False,
 ) -> Parallel:
@@ -116,9 +117,10 @@ def parallelize(
     their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
-    `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`). With `proof` the program is
-    proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
-    not proven.
+    `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
+    on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With `proof` the program is proven
+    equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is not
+    proven.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -134,7 +136,7 @@ def parallelize(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
         document_lengths=document_lengths,
-        memory_margin=memory_margin, batch_dim=batch_dim,
+        memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside),
     )  # fmt: skip
     run = RuntimeOptions(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,

@@ -33,6 +33,8 @@ _LARGEST = 2**31 - 1
 
 DocumentLengthsLike = str | float | Sequence[int] | Mapping[int, int] | None
 """What `DocumentLengths.parse` reads."""
+Beside = Any
+"""A plan or parallel model, or several in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class PlanOptions:
     document_lengths: lengths of the documents in packed sequences, see `planning.make_plan`.
     loss_fn: from the model's result and a target to the loss, where the model has none.
     memory_margin: share of each device's memory that the plan leaves free (None: that of the cluster).
+    held_bytes: memory of each device that other models take (see `held_bytes`).
     batch_dim: the tensor dimension of the batch, of all inputs or by argument (None: 0).
     batch: global batch in examples (None: that of the example inputs).
     seq, name, source: tokens of a sequence, name and origin of the model, which stand in the plan's description.
@@ -69,6 +72,7 @@ class PlanOptions:
     document_lengths: DocumentLengthsLike = None
     loss_fn: LossFunction | None = None
     memory_margin: float | None = None
+    held_bytes: int = 0
     batch_dim: int | Mapping[str, int] | None = None
     batch: int | None = None
     seq: int | None = None
@@ -125,6 +129,19 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         _check(self, _RUNTIME_CHECKS)
+
+
+def held_bytes(beside: Beside) -> int:
+    """Return the bytes of a device that other models on it take at the peaks of their plans, in whichever order they run; the
+    process and its context count once. AutoparError where one has no plan with a prediction."""
+    every = [getattr(each, "plan", each) for each in (beside if isinstance(beside, Sequence) else [beside])]
+    total = 0
+    for plan in every:
+        if not isinstance(plan, Plan) or plan.document.predicted.peak_memory_bytes is None:
+            raise AutoparError(f"beside={type(plan).__name__} has no plan: pass parallel models of parallelize, or plans")
+        predicted = plan.document.predicted
+        total += predicted.peak_memory_bytes - predicted.memory.get("base", 0)  # type: ignore[operator]
+    return total
 
 
 # -- checks: fields, what their values are, and the message where one is not

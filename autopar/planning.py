@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
-from autopar.options import DocumentLengthsLike, PlanOptions
+from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
@@ -70,6 +70,7 @@ def make_plan(
     document_lengths: DocumentLengthsLike = None,
     loss_fn: LossFunction | None = None,
     memory_margin: float | None = None,
+    beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
     graph: Graph | None = None,
     processes: int = 1,
@@ -81,8 +82,9 @@ def make_plan(
     folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
     the mean, or the path of a JSON list of tokens per expert. `document_lengths` prices attention within documents of packed
     sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file with one of these (None: every
-    sequence is one document). `memory_margin` is the share of each device's memory that the plan
-    leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`). A `force` that spells out a whole configuration
+    sequence is one document). `memory_margin` is the share of each device's memory that the plan leaves free (None: that of the
+    cluster's file, else `MEMORY_MARGIN`); `beside` are plans, or parallel models, of the same devices, to which it leaves the
+    peaks that they predict. A `force` that spells out a whole configuration
     (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
     """
@@ -90,6 +92,7 @@ def make_plan(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, batch=batch, seq=seq, name=name, source=source, outputs=outputs,
         batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, memory_margin=memory_margin, batch_dim=batch_dim,
+        held_bytes=held_bytes(beside),
         document_lengths=document_lengths, processes=processes,
     )  # fmt: skip
     return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
@@ -163,7 +166,7 @@ def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precis
         cluster = replace(cluster, document_lengths=DocumentLengths.parse(options.document_lengths))
     if options.expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(options.expert_load)))
-    return with_float8(precision, with_memory_margin(cluster, options.memory_margin))
+    return with_float8(precision, with_memory_margin(cluster, options.memory_margin, options.held_bytes))
 
 
 def _capture(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:

@@ -164,9 +164,7 @@ def _planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", default="", metavar="tp=4,zero=3", help=f"{degrees} {fixed}")
     pinned = "pin the placement of a parameter, of a module's result or of a source line (net.py:12); may be repeated"
-    parser.add_argument(
-        "--constrain", type=constraint, action="append", metavar="'layers.*.up.weight:tp=S(0)'", help=pinned
-    )
+    parser.add_argument("--constrain", type=constraint, action="append", metavar="'layers.*.up.weight:tp=S(0)'", help=pinned)
     parser.add_argument(
         "--memory-margin", type=share, metavar="0.1", help="share of each device's memory that the plan leaves free"
     )
@@ -228,6 +226,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--lengths", metavar="512",
         help="documents of packed sequences: a length of all, or a JSON list of lengths or histogram (default: one a sequence)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--beside", action="append", metavar="plan.json",
+        help="a plan of another model on the same devices, whose memory is left to it (several times: of several)",
     )  # fmt: skip
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")

@@ -27,14 +27,7 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.integrations.checkpoints import (
-    base_model,
-    is_adapted,
-    load_adapters,
-    load_optimizer,
-    load_weights,
-    save_optimizer,
-)
+from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
 from autopar.integrations.one_device import (
     MovedOptimizer,
     first_batch,
@@ -45,6 +38,7 @@ from autopar.integrations.one_device import (
     wait_for_all,
 )
 from autopar.runtime.parallel import Parallel
+from autopar.runtime.pretrained.adapters import adapter_state, is_adapted
 
 LOGGER = logging.getLogger("autopar")
 
@@ -69,32 +63,32 @@ class Trainer(transformers.Trainer):
         **keywords: Any,
     ) -> None:
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *rest, **keywords).arguments
-        _refuse(args, given)
-        assert model is not None, "refused above"
-        self.parameters_before = MovedOptimizer(model)
-        super().__init__(model, args, *rest, **keywords)
+        names = inspect.signature(transformers.Trainer.__init__).parameters
+        _refuse(args, {"model": model} | dict(zip(list(names)[3:], rest, strict=False)) | keywords)
+        if rest:
+            super().__init__(model, args, *rest, **keywords)
+        else:
+            super().__init__(model=model, args=args, **keywords)
+        plain = self.model  # trl has made it of a name, or added adapters
+        self.parameters_before = MovedOptimizer(plain)
         self._set_signature_columns_if_needed()
-        self.decay_names = super().get_decay_parameter_names(model)
-        self._make_parallel(model, cluster, dict(parallelize or {}))
+        self.decay_names = super().get_decay_parameter_names(plain)
+        options = {"precision": "bf16" if args.bf16 else "fp16"} if args.bf16 or args.fp16 else {}
+        self._make_parallel(plain, cluster, options | {"optimizer": "adamw"} | dict(parallelize or {}))
 
     def _make_parallel(self, model: nn.Module, cluster: str | Cluster, options: dict[str, Any]) -> None:
         """Replace the plain model everywhere."""
-        if self.args.bf16 or self.args.fp16:
-            options.setdefault("precision", "bf16" if self.args.bf16 else "fp16")
-        options.setdefault("optimizer", "adamw")
         model.train(self.train_dataset is not None)
-        loader = self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader()
-        example = self._example(first_batch(loader))
-        self.accelerator.free_memory()
-        parallel = make_parallel(model, cluster, example_inputs=example, **options)
+        parallel = make_parallel(model, cluster, example_inputs=self._example(), **options)
         parallel.reseed(self.args.seed)
         if self.args.process_index == 0:
             size = self.args.per_device_train_batch_size
             LOGGER.warning("all processes are one device: per_device_train_batch_size=%d is the global batch", size)
         self.model_flops = 6 * sum(each.numel() for each in self.parameters_before.parameters.values())
         self.plain_skeleton = parallel.plain.skeleton if parallel.plain is not None else model
-        parallel.__dict__["_get_name"] = base_model(self.plain_skeleton)._get_name  # label smoothing knows causal models by it
+        inner: Any = self.plain_skeleton
+        inner = inner.get_base_model() if is_adapted(inner) else inner
+        parallel.__dict__["_get_name"] = inner._get_name  # label smoothing knows causal models by it
         if self.optimizer is not None:
             self.parameters_before.move(self.optimizer, parallel)
         del self.parameters_before
@@ -106,15 +100,16 @@ class Trainer(transformers.Trainer):
         many = isinstance(self.eval_dataset, dict)
         return self.get_eval_dataloader(next(iter(self.eval_dataset)) if many else None)
 
-    def _example(self, batch: Any) -> dict[str, Any]:
-        """The arguments of the model's call for a batch (`compute_loss`)."""
+    def _example(self) -> dict[str, Any]:
+        """The arguments with which `compute_loss` calls the model for the first batch."""
+        batch = first_batch(self.get_train_dataloader() if self.train_dataset is not None else self._evaluation_loader())
+        self.accelerator.free_memory()
         items = self._get_num_items_in_batch([batch], self.args.device)
-        inputs = dict(self._prepare_inputs(batch))
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            inputs.pop("labels", None)
-        if self.model_accepts_loss_kwargs and items is not None:
-            inputs["num_items_in_batch"] = items
-        return inputs
+        try:
+            self.compute_loss(_CallRecorder(), dict(self._prepare_inputs(batch)), num_items_in_batch=items)  # type: ignore[arg-type]
+        except _CalledError as call:
+            return call.keywords
+        raise AutoparError("compute_loss does not call the model that it is given: call it, so that it can be planned for")
 
     # -- one device
 
@@ -191,7 +186,9 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what ``from_pretrained`` reads, on rank 0 (all ranks must call)."""
-        state = self._parallel.full_state()
+        parallel = self._parallel
+        adapted = parallel.plain is not None and is_adapted(parallel.plain.skeleton)
+        state = adapter_state(parallel.state, parallel.plain) if adapted else parallel.full_state()  # type: ignore[arg-type]
         if self.args.should_save:
             self._save(output_dir, state)
         wait_for_all()
@@ -239,7 +236,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_adapted(self.plain_skeleton):
-            load_adapters(resume_from_checkpoint, self.plain_skeleton, self._parallel)
+            self._parallel.load_pretrained(resume_from_checkpoint)
         else:
             load_weights(resume_from_checkpoint, self._parallel)
 
@@ -251,6 +248,20 @@ class Trainer(transformers.Trainer):
             return
         load_optimizer(checkpoint, self._parallel, inner_optimizer(self.optimizer))
         self._scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+
+
+class _CalledError(Exception):
+    """A call of the model."""
+
+    def __init__(self, keywords: dict[str, Any]) -> None:
+        self.keywords = keywords
+
+
+class _CallRecorder:
+    """A model that only says how it is called."""
+
+    def __call__(self, **keywords: Any) -> Any:
+        raise _CalledError(keywords)
 
 
 def _refuse(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
 from .plain.plain_attributes import attribute_of
 from .plain.plain_model import PlainModel
+from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
 from .state.gradient import clip_gradients, stand_in
@@ -103,7 +104,7 @@ class ShardedModule(TreeNode):
                 return further[name]
             if plain is None:
                 raise
-        return attribute_of(plain.frozen, self, name)
+        return attribute_of(plain.frozen, plain.skeleton, self, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
@@ -243,17 +244,24 @@ class ShardedModule(TreeNode):
         """Write the weights in Hugging Face's layout, under the names that it has there: ``model.safetensors``, or parts of at
         most `max_shard_size` with an index, and the configuration of a model that has one; `from_pretrained`, vLLM and
         ``safetensors.torch.load_model`` load the folder. Floating-point weights are written as they are trained, or in `dtype`.
-        No rank ever holds more than one whole tensor. All ranks must call."""
+        No rank ever holds more than one whole tensor. Of a PeftModel the adapters are written, as peft writes them. All ranks
+        must call."""
         self.calls.check_steps_ended("save_pretrained")
         with self._watch("writing the weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
+            if self.plain is not None and is_adapted(self.plain.skeleton):
+                return save_adapters(self.state, self.plain, rounds, folder)
             return save_pretrained(self.state, self.plain, rounds, folder, max_shard_size=max_shard_size, dtype=dtype)
 
     def load_pretrained(self, folder: str | os.PathLike[str], strict: bool = True) -> Any:
         """Load weights in that layout (a folder, or one safetensors file), of which each rank reads its own part. What does not
         fit is refused before anything changes; without `strict` weights may be missing, unexpected or of a longer floating-point
-        type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. All ranks must call."""
+        type than the model's, and what is missing or unexpected is returned, as by `load_state_dict`. A PeftModel takes a folder
+        of adapters too. All ranks must call."""
         self.calls.check_steps_ended("load_pretrained")
+        if self.plain is not None and holds_adapters(folder, self.plain.skeleton):
+            self._load_full(read_adapters(folder, self.plain.skeleton), part=True)
+            return None
         with self._watch("loading weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)

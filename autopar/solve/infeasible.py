@@ -97,6 +97,8 @@ def _shortage_text(
     memory = _gib(cluster.device.memory_bytes)
     margin = cluster.device.memory_margin
     free = f", of which a margin of {100 * margin:.3g} % stays free" if margin else ""
+    held = cluster.device.held_bytes
+    free += f"{' and' if free else ', of which'} {_gib(held)} are left to other models" if held else ""
     text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device{free}"
     if nearest is None:
         forced = ", ".join(f"{name}={value}" for name, value in options.force.items())

@@ -22,8 +22,9 @@ from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_block
 from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.placement import Placements
-from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.plan import BlockPlan, Candidate, Pipeline
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
@@ -135,13 +136,17 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
     first = plan.candidate
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
     if unknown:
-        raise PlanMismatch(f"it reads {unknown[0]}, which the first program does not")
+        raise PlanMismatch(
+            f"it reads {unknown[0]}, which the first program does not (of adapters: make all active before autopar.parallelize)"
+        )
+    stored = stored_placements(plan)
+    graph = _with_blocks_by_storage(graph, stored)
     pipeline = _schedule_for(first, parts, first.pipeline)
     if pipeline.stages > 1:
         graph, cuts = cut_like(graph, plan.graph, first.pipeline)
         pipeline = replace(pipeline, layers=(), cuts=cuts, repeated=tuple(repeatable_values(graph)))
     options = SearchOptions(
-        batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored_placements(plan),
+        batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored,
         placed=placed, registry=registry, time_limit_seconds=inf,
     )  # fmt: skip
     zeros = (max((block.zero for block in first.blocks), default=0) if data > 1 else 0,)
@@ -157,6 +162,14 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         raise PlanMismatch("no placement of its operations fits those of the parameters")
     candidate = replace(solution.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)
     return graph, candidate
+
+
+def _with_blocks_by_storage(graph: Graph, stored: Mapping[str, Placements]) -> Graph:
+    """`graph` with a block of its own for calls whose parameters are stored in another way than those of other calls: with
+    adapters the first layer is another block in training, whose input takes no gradient, and the same one without gradients."""
+    places = [tuple(stored[name] for name in call.parameters) for call in graph.calls]
+    plans = [BlockPlan(call.block, (), at, (), (), (), zero=0) for call, at in zip(graph.calls, places, strict=True)]
+    return with_stage_variants(graph, plans)[0]
 
 
 def cut_like(graph: Graph, planned: Graph, pipeline: Pipeline) -> tuple[Graph, tuple[int, ...]]:

@@ -74,8 +74,8 @@ def fragmentation(device: Device) -> float:
 
 
 def process_bytes(device: Device, communicators: int) -> float:
-    """Return the bytes of context and communicators. (Those of gloo take nothing worth counting.)"""
-    return device.base_bytes + communicators * device.communicator_bytes
+    """Return the bytes of context, other models and communicators. (Those of gloo take nothing worth counting.)"""
+    return device.base_bytes + device.held_bytes + communicators * device.communicator_bytes
 
 
 def device_memory(tensors: Mapping[str, float], device: Device, communicators: int) -> DeviceMemory:

@@ -26,6 +26,7 @@ def bottleneck_device(devices: list[Device]) -> Device:
         base_bytes=max(device.base_bytes for device in devices),
         communicator_bytes=max(device.communicator_bytes for device in devices),
         memory_margin=max(device.memory_margin for device in devices),
+        held_bytes=max(device.held_bytes for device in devices),
     )
 
 
@@ -56,6 +57,7 @@ def fastest_device(devices: list[Device]) -> Device:
         base_bytes=min(device.base_bytes for device in devices),
         communicator_bytes=min(device.communicator_bytes for device in devices),
         memory_margin=min(device.memory_margin for device in devices),
+        held_bytes=min(device.held_bytes for device in devices),
         fresh_page_bytes_per_second=0.0,
     )
 

@@ -233,16 +233,16 @@ def heterogeneous_cluster(clusters: tuple[Cluster, ...], name: str) -> Cluster:
     return whole
 
 
-def with_memory_margin(cluster: Cluster, margin: float | None = None) -> Cluster:
+def with_memory_margin(cluster: Cluster, margin: float | None = None, held_bytes: int = 0) -> Cluster:
     """Return the cluster on whose devices plans leave a share `margin` of the memory free; None: that of the cluster's file, else
-    `allocator.MEMORY_MARGIN`. ClusterError where it is no share."""
+    `allocator.MEMORY_MARGIN`; and `held_bytes` to other models. ClusterError where it is no share."""
     if margin is None:
         margin = cluster.device.memory_margin or MEMORY_MARGIN
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise ClusterError(f"memory_margin {margin} is no share of memory: write 0 (none) or more, below 1, such as 0.1")
 
     def changed(device: Device) -> Device:
-        return replace(device, memory_margin=float(margin))
+        return replace(device, memory_margin=float(margin), held_bytes=held_bytes or device.held_bytes)
 
     groups = tuple(NodeGroup(changed(group.device), group.links, group.size) for group in cluster.groups)
     return replace(cluster, device=changed(cluster.device), groups=groups)

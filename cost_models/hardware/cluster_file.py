@@ -68,7 +68,10 @@ def in_code_units(data: Any, path: str = "") -> Any:
     return out
 
 
-_HUMAN = {"peak": "_tflops", "measured_peak": "_tflops", "memory_bytes": "_gib", "base_bytes": "_gib", "capacity_bytes": "_gib"}
+_HUMAN = {
+    "peak": "_tflops", "measured_peak": "_tflops",
+    "memory_bytes": "_gib", "base_bytes": "_gib", "held_bytes": "_gib", "capacity_bytes": "_gib",
+}  # fmt: skip
 
 
 def _ending(key: str) -> str:

@@ -41,6 +41,7 @@ class Device:
     communicator_bytes: buffers of one communicator of the collective library (where a GPU's file does not say:
         `allocator.COMMUNICATOR_BYTES`).
     memory_margin: share of the memory that plans leave free.
+    held_bytes: what other models of the process take of it, which a plan leaves to them.
     transcendental_seconds: seconds per element of a transcendental function (gelu, softmax) besides its memory traffic; 0 on a
         GPU.
     update_seconds: one pass of an optimizer over a small distributed tensor on a CPU (0: as a launch).
@@ -65,6 +66,7 @@ class Device:
     fused: bool = False
     communicator_bytes: int = 0
     memory_margin: float = 0.0
+    held_bytes: int = 0
     transcendental_seconds: float = 0.0
     update_seconds: float = 0.0
     update_bytes_per_second: float = 0.0

@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = "\n".join(path.read_text() for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))])
 
+TRL = (
+    "pip install --no-deps --target ../trl/site-packages trl==1.16.0 datasets==5.2.0 pyarrow==24.0.0 dill==0.4.1 "
+    "multiprocess==0.70.19 xxhash"
+)
 ZOO = "tests/support/models/zoo_index"
 ELSEWHERE = {
     "make demo": ".ci/run and test_examples.py in its short form; the whole by hand",
@@ -32,6 +36,8 @@ ELSEWHERE = {
     f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
     "pip install --no-deps --target ../torchao torchao==0.18.0": "by hand: it needs the package index",
     "PYTHONPATH=../torchao .venv/bin/python -m pytest tests/e2e/precision/test_float8.py": "by hand",
+    TRL: "by hand: it needs the package index",
+    'PYTHONPATH=../trl/site-packages .venv/bin/python -m pytest tests/e2e/ports -k "sft or dpo_lora"': "by hand",
     "pip install --no-deps --target ../spmd spmd-types==0.3.1": "by hand: it needs the package index",
     "PYTHONPATH=../spmd .venv/bin/python -m pytest tests/checker/test_spmd_types.py": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",

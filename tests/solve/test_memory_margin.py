@@ -1,4 +1,4 @@
-"""Plans leave the memory margin free, and a larger margin is never faster."""
+"""Plans leave the memory margin free, and a larger margin is never faster; and other models their memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import autopar
 from autopar.cost_models.hardware.allocator import MEMORY_MARGIN, communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
-from autopar.errors import Infeasible
-from autopar.ir.plan_file.plan_file import decode_plan
+from autopar.errors import AutoparError, Infeasible
+from autopar.ir.plan_file.plan_file import Plan, decode_plan
 from autopar.rules.registry import default_registry
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
@@ -131,3 +131,49 @@ def test_a_plan_of_an_older_autopar_loads() -> None:
     old = decode_plan(json.dumps(data))
     assert old.document.predicted.memory_margin is None
     assert Cluster.from_dict(old.document.cluster.description).device.memory_margin == 0
+
+
+# -- several models on one cluster
+
+
+WIDTH = 512
+STATE_BYTES = 4 * 4 * (2 * WIDTH * WIDTH)
+"""Parameters, gradients and moments of the two layers."""
+
+
+def two_layers(memory_bytes: float, beside: object = ()) -> Plan:
+    """The plan of two layers on four devices of so much memory beside what the process takes."""
+    cluster = Cluster.parse("local:4")
+    device = replace(cluster.device, memory_bytes=int(memory_bytes) + cluster.device.base_bytes)
+    groups = tuple(replace(group, device=device) for group in cluster.groups)
+    cluster = replace(cluster, device=device, groups=groups)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return autopar.plan(model, cluster, (torch.randn(4, WIDTH),), force="dp=4", memory_margin=0.0, beside=beside)
+
+
+def peak(plan: Plan) -> int:
+    found = plan.document.predicted.peak_memory_bytes
+    assert found is not None
+    return found
+
+
+def test_the_second_plan_fits_beside_the_first() -> None:
+    alone = two_layers(2.5 * STATE_BYTES)
+    held = peak(alone) - alone.document.predicted.memory["base"]
+    room = held + 0.8 * STATE_BYTES
+    second = two_layers(room, beside=alone)
+    assert second.document.cluster.description["device"]["held_bytes"] == held
+    capacity = second.document.predicted.memory_capacity_bytes
+    assert capacity is not None and peak(second) <= capacity
+    assert peak(second) - held < peak(two_layers(room)), "it has to shard what it would replicate alone"
+
+
+def test_what_others_take_is_said_where_nothing_fits() -> None:
+    alone = two_layers(2.5 * STATE_BYTES)
+    with pytest.raises(Infeasible, match="are left to other models"):
+        two_layers(peak(alone) - alone.document.predicted.memory["base"] + 2**16, beside=[alone])
+
+
+def test_only_plans_are_beside() -> None:
+    with pytest.raises(AutoparError, match="has no plan"):
+        two_layers(STATE_BYTES, beside=[nn.Linear(2, 2)])

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 from autopar.files import check_target
 from autopar.ir.describe import cut_short_text, describe, precision_text
 from autopar.ir.plan_file.document import MeshResult
-from autopar.ir.plan_file.plan_file import Plan
+from autopar.ir.plan_file.plan_file import Plan, load_plan
 from autopar.ir.units import unit_of
 from autopar.solve.problem.pins import constraint_texts
 
@@ -75,7 +75,7 @@ def make(
 
 def options_of(arguments: argparse.Namespace) -> PlanOptions:
     """The options that the planning arguments of a command say. AutoparError where one makes no sense."""
-    from autopar.options import PlanOptions
+    from autopar.options import PlanOptions, held_bytes
 
     options = PlanOptions(
         batch=arguments.batch,
@@ -90,6 +90,7 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
         expert_load=getattr(arguments, "expert_load", 1.0),
         document_lengths=getattr(arguments, "lengths", None),
         memory_margin=arguments.memory_margin,
+        held_bytes=held_bytes(list(map(load_plan, getattr(arguments, "beside", None) or ()))),
         outputs=outputs_of(arguments),
         batch_dim=getattr(arguments, "batch_dim", None),
         processes=getattr(arguments, "processes", 1),
@@ -185,8 +186,11 @@ def _memory(plan: Plan) -> str:
     if peak is None or not capacity or margin is None:
         return f"{size(peak)} per device at the peak"
     budget = int(capacity * (1 - margin))
+    held = plan.document.cluster.description.get("device", {}).get("held_bytes")
+    others = f" ({size(held)} of other models)" if held else ""
     over = "" if peak <= budget else f", which is {size(peak - budget)} too much"
-    return f"{size(peak)} of {size(capacity)} per device at the peak, margin {percent(margin)}: {size(budget)} may be taken{over}"
+    taken = f"{size(peak)}{others} of {size(capacity)} per device at the peak"
+    return f"{taken}, margin {percent(margin)}: {size(budget)} may be taken{over}"
 
 
 def _shown(every: Sequence[MeshResult]) -> list[MeshResult]:

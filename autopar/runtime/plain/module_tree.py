@@ -17,7 +17,7 @@ from ..compat.dtensor import without_overrides
 from ..errors import RuntimeProblem, StateError
 from ..module import ParameterSpec
 from ..state.materialize import State
-from .plain_attributes import check_attribute
+from .plain_attributes import attribute_of
 from .plain_model import PlainModel
 
 
@@ -65,16 +65,18 @@ class Container(TreeNode):
         self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
 
     def __getattr__(self, name: str) -> Any:
-        """Return also tied parameters, those of other stages of a pipeline, without values, and what the module has beside
-        tensors and modules (``in_features``)."""
+        """Return also tied parameters, those of other stages of a pipeline, without values, what the module has beside tensors
+        and modules (``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
         further = self.__dict__.get("further_tensors", {})
-        plain = getattr(self.__dict__.get("without_data"), "__dict__", {})
         if name in further:
             return further[name]
-        if name in plain and not name.startswith("_") and not isinstance(plain[name], torch.Tensor):
-            check_attribute(self.__dict__["assignments"].plain.frozen, self.__dict__["without_data"], name)
-            return plain[name]
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("without_data")
+            if module is None or "assignments" not in self.__dict__:
+                raise
+        return attribute_of(self.__dict__["assignments"].plain.frozen, module, self, name)
 
     def _no_module(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["assignments"].refuse(self)
@@ -84,6 +86,9 @@ class Container(TreeNode):
     def __getitem__(self, key: int | str) -> nn.Module:
         """A child, as of ModuleList, Sequential and ModuleDict."""
         return list(self.children())[key] if isinstance(key, int) else self.get_submodule(key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._modules or key in self._parameters
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -82,12 +84,15 @@ def _content(value: Any, fields: Fields) -> _Content:
     return value if isinstance(value, _Content) else _Content(value, fields)
 
 
-def attribute_of(frozen: FrozenReads, parallel: nn.Module, name: str) -> Any:
-    """Return an attribute of the model that is no module or tensor, or a method of its own class (see `_called`).
-    AttributeProblem where there is none, or the forward has set it."""
-    skeleton = frozen.model
+def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name: str) -> Any:
+    """Return an attribute of a module of the model (`skeleton`, without data) that is no module or tensor, or a method of its own
+    class for the `node` that stands for it (see `_called`). AttributeProblem where there is none, or the forward has set it."""
     check_attribute(frozen, skeleton, name)
-    if name.startswith("_") or not (name in skeleton.__dict__ or hasattr(type(skeleton), name)):
+    private = name.startswith("__") or (name.startswith("_") and _library(type(skeleton)))
+    own = name in skeleton.__dict__ or hasattr(type(skeleton), name)
+    if not private and not own and (forwarded := _forwarded(skeleton, node, name)):
+        return forwarded[0]
+    if private or not own:
         remedy = ": leave it out, a parallel model is no wrapper" if name == "module" else ""  # of DistributedDataParallel
         raise AttributeProblem(f"neither the parallel model nor {type(skeleton).__name__} has an attribute {name!r}{remedy}")
     if name in skeleton.__dict__:
@@ -96,18 +101,43 @@ def attribute_of(frozen: FrozenReads, parallel: nn.Module, name: str) -> Any:
             return value
     attribute = inspect.getattr_static(type(skeleton), name, None)
     owner = next((each for each in type(skeleton).__mro__ if name in each.__dict__), type(None))
-    if owner.__module__.split(".")[0] not in _LIBRARIES:
+    if not _library(owner):
         if isinstance(attribute, FunctionType):
-            return partial(_called, attribute, skeleton, parallel)
+            return partial(_called, attribute, skeleton, node)
         if isinstance(attribute, (staticmethod, classmethod)):
             return getattr(type(skeleton), name)
         if isinstance(attribute, property) and attribute.fget is not None:
-            return attribute.fget(parallel)
-        if attribute is not None and not callable(attribute):
+            return attribute.fget(node)
+        if isinstance(attribute, type) or (attribute is not None and not callable(attribute)):
             return attribute
+    elif isinstance(attribute, property) and isinstance(value := getattr(skeleton, name), (bool, int, float, str)):
+        return value  # is_gradient_checkpointing of transformers
     raise AttributeProblem(
         f"{type(skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain model"
     )
+
+
+def _library(kind: type) -> bool:
+    """Return whether a class is of a library whose methods would work on whole tensors (those of torch's lists do not)."""
+    return kind.__module__.split(".")[0] in _LIBRARIES and kind.__module__ != nn.ModuleList.__module__
+
+
+def _forwarded(skeleton: nn.Module, node: nn.Module, name: str) -> tuple[Any, ...]:
+    """Return what a class with a ``__getattr__`` of its own finds inside, as PeftModel does, for the node of that module, in a
+    tuple; empty where it finds nothing."""
+    finder = inspect.getattr_static(type(skeleton), "__getattr__", None)
+    if finder is nn.Module.__getattr__ or name in skeleton._modules:
+        return ()
+    value = getattr(skeleton, name, _MISSING)
+    owner = getattr(value, "__self__", None)
+    if value is _MISSING or isinstance(value, torch.Tensor):
+        return ()
+    for path, module in skeleton.named_modules():
+        if path and module is value:
+            return (node.get_submodule(path),)
+        if path and module is owner:
+            return (getattr(node.get_submodule(path), name),)
+    return (value,)
 
 
 def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
@@ -119,20 +149,40 @@ def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
         )
 
 
-def _called(method: FunctionType, skeleton: nn.Module, parallel: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _called(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A method of the model's class. What counts (parameters, FLOPs) is asked of the model without data, which has all of the
     parameters under every plan; what does more than return numbers or text runs on the parallel model."""
     if all(_is_plain(each) for each in (*args, *kwargs.values())):
-        output, result, before = io.StringIO(), None, [(module, dict(vars(module))) for module in skeleton.modules()]
+        output, result, restore = io.StringIO(), None, _restoring(skeleton)
         with contextlib.suppress(Exception), contextlib.redirect_stdout(output), torch.no_grad():
             result = method(skeleton, *args, **kwargs)
         if result is not None and _is_plain(result):
             print(output.getvalue(), end="")
             return result
-        for module, attributes in before:  # what it has set is set once more by the parallel model
-            vars(module).clear()
-            vars(module).update(attributes)
-    return method(parallel, *args, **kwargs)
+        restore()  # what it has set is set once more by the parallel model
+    return method(node, *args, **kwargs)
+
+
+def _restoring(model: nn.Module) -> Callable[[], None]:
+    """A function that gives the modules of a model the attributes of now again, what is in their lists and dictionaries too (peft
+    appends to ``merged_adapters``), and which parameters train."""
+    every = [(vars(module), dict(vars(module))) for module in model.modules()]
+    inside: list[tuple[Any, Any]] = [
+        (value, copy.copy(value)) for _, own in every for value in own.values() if type(value) in (list, dict, set)
+    ]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore() -> None:
+        for held, before in (*every, *inside):
+            if isinstance(held, list):
+                held[:] = before
+            else:
+                held.clear()
+                held.update(before)
+        for parameter, before in trained:
+            parameter.requires_grad_(before)
+
+    return restore
 
 
 def _is_plain(value: Any) -> bool:

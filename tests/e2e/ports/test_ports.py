@@ -21,7 +21,7 @@ PIPELINES = (
 PLANS = {"dp=2,tp=2": names(), "": names(), "pp=2,dp=2": PIPELINES}
 PACKAGES = {
     "trainer": "transformers", "lora_trainer": "peft", "lora_loop": "peft", "accelerate_loop": "accelerate",
-    "lightning_module": "lightning",
+    "lightning_module": "lightning", "sft_lora": "trl", "dpo_lora": "trl",
 }  # fmt: skip
 OWN_GROUP = ("ddp",)
 TOLERANCES = {
@@ -30,6 +30,8 @@ TOLERANCES = {
     "trainer": 1e-5,  # transformers computes losses, and llama its norms, in float32
     "lora_trainer": 1e-5,
     "lora_loop": 1e-5,
+    "sft_lora": 1e-5,
+    "dpo_lora": 1e-5,
 }
 
 

@@ -1,0 +1,46 @@
+"""trl's DPOTrainer with LoRA of peft on a Llama, whose reference is the model without its adapters."""
+
+import inspect
+import json
+import tempfile
+
+import peft
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig
+
+from autopar.integrations.trl import DPOTrainer  # autopar
+
+# before: from trl import DPOTrainer
+
+words = {chr(code): code for code in range(128)} | {"<eos>": 128}
+characters = Tokenizer(models.WordLevel(words, unk_token="?"))
+characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<eos>")
+text = "".join(inspect.getsource(json).split())
+data = Dataset.from_list([
+    {"prompt": text[at : at + 5], "chosen": text[at + 5 : at + 9 + at % 7], "rejected": text[at + 9 : at + 5 : -1]}
+    for at in range(0, 384, 16)
+])  # fmt: skip
+transformers.set_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=129,
+))  # fmt: skip
+args = DPOConfig(
+    output_dir=tempfile.mkdtemp(), per_device_train_batch_size=8, max_steps=3, learning_rate=1e-2, logging_steps=1,
+    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, bf16=False,
+)  # fmt: skip
+trainer = DPOTrainer(
+    cluster="local",  # autopar
+    model=model,
+    args=args,
+    train_dataset=data,
+    processing_class=tokenizer,
+    peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
+)
+trainer.train()
+model = trainer.model
+losses = [each[key] for each in trainer.state.log_history for key in ("loss", "grad_norm") if key in each]
+print(losses)
