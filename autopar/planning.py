@@ -37,7 +37,7 @@ from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
-from autopar.solve.result import PlanResult
+from autopar.solve.result import PlanResult, other_results
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force
@@ -112,6 +112,22 @@ def plan_with(
     graph: Graph | None = None,
 ) -> Plan:
     """The plan of `make_plan`, for options that were checked."""
+    return nearest_plans(model, cluster, example_inputs, options, 1, progress=progress, cache=cache, graph=graph)[0]
+
+
+def nearest_plans(
+    model: nn.Module,
+    cluster: str | Cluster,
+    example_inputs: ExampleInputs,
+    options: PlanOptions,
+    count: int,
+    *,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    graph: Graph | None = None,
+) -> tuple[Plan, ...]:
+    """Return the plan, and up to `count` - 1 others of the search that fit, the shortest predicted steps first: one of each mesh,
+    state group, number of micro-batches and schedule. Only a single one comes from the `cache`."""
     check_model(model)
     forced = options.forced
     chosen = precision_of(options.precision, model)
@@ -139,13 +155,13 @@ def plan_with(
 
     if forced.is_configuration:
         fixed = configuration_of(forced, search_options.precision, options.optimizer)
-        return described(price_configuration(batched, cluster, fixed, rules), by_hand())
-    plans = PlanCache(cache) if cache is not None else None
+        return (described(price_configuration(batched, cluster, fixed, rules), by_hand()),)
+    plans = PlanCache(cache) if cache is not None and count == 1 else None
     question = question_of(graph, cluster, options.resolved(chosen), search_options) if plans else None
     if plans and question and (stored := plans.load(question, graph, cluster, search_options)) is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
-        return stored
+        return (stored,)
     with Meanwhile(by_hand, options.processes) as priced:
         result = search(graph, cluster, search_options, progress)
         recipes = priced.result()
@@ -156,7 +172,7 @@ def plan_with(
     plan = described(_with_schedule(cluster, search_options, forced, result, progress), recipes)
     if plans and question:
         plans.store(question, plan)
-    return plan
+    return plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
 
 
 def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision, progress: Progress | None) -> Cluster:

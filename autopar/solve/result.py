@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir.graph import Graph
@@ -48,3 +48,24 @@ class PlanResult:
     def __post_init__(self) -> None:
         if self.status is Status.OPTIMAL and self.gap > PROVEN_GAP:
             object.__setattr__(self, "status", Status.FEASIBLE)
+
+
+def other_results(graph: Graph, result: PlanResult, count: int) -> tuple[PlanResult, ...]:
+    """Return up to `count` results with another plan that fits, the shortest predicted steps first: one of each point of the
+    grid, and none of that of the chosen plan. `graph`: of plans whose blocks do not differ by stage."""
+    out: dict[str, PlanResult] = {}
+    fitting = [each for each in result.alternatives if each.candidate is not None and each.evaluation is not None]
+    for each in sorted(fitting, key=lambda each: each.step_seconds or 0.0):
+        assert each.candidate is not None and each.evaluation is not None
+        seconds = each.evaluation.step_seconds
+        if _point_of(each.candidate) != _point_of(result.candidate) and str(each) not in out:
+            out[str(each)] = replace(
+                result, graph=each.graph or graph, candidate=each.candidate, evaluation=each.evaluation, status=Status.FEASIBLE,
+                gap=1 - min(result.lower_bound_seconds, seconds) / seconds, fastest=None,
+            )  # fmt: skip
+    return tuple(out.values())[:count]
+
+
+def _point_of(candidate: Candidate) -> object:
+    pipeline = candidate.pipeline
+    return candidate.mesh, candidate.micro_batches, candidate.zero_group, pipeline.stages, pipeline.virtual, pipeline.schedule

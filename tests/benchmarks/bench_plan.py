@@ -52,13 +52,13 @@ MUST_GAP = 0.05
 MUST_BYTES = 1.5e9
 
 
-def measured(case: Case, root: Path = ROOT) -> dict[str, float | str]:
-    """One run of the checkout in `root`, without the cache of plans."""
+def measured(case: Case) -> dict[str, float | str]:
+    """One run, without the cache of plans."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "autopar.cli", "plan", *case.words.split(), "--no-cache", "-o", str(path)]
         began = time.monotonic()
-        process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
         wall = time.monotonic() - began
         if os.waitstatus_to_exitcode(status):

@@ -1,0 +1,102 @@
+"""A race of plans on their devices, under torchrun: each trains some steps, in turn, in several laps, so that what disturbs the
+machine for a while disturbs all of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import parallelize
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.planning import ExampleInputs, split_inputs
+from autopar.runtime.comm.agreement import gather
+
+WARM_UP_STEPS = 2
+"""Steps of a lap that do not count: the first ones make buffers and the state of the optimizer."""
+
+LEAST_GAIN = 0.01
+"""The share by which another plan has to be faster than the first one: less is the noise of the machine."""
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+@dataclass(frozen=True, slots=True)
+class RacedPlan:
+    """A plan with the seconds of its steps, each that of the slowest rank; or with the `error` that ended it."""
+
+    plan: Plan
+    step_seconds: tuple[float, ...] = ()
+    error: str = ""
+
+    @property
+    def median_seconds(self) -> float:
+        """The median step; infinite where it did not run."""
+        return median(self.step_seconds) if self.step_seconds and not self.error else float("inf")
+
+
+def race(
+    model: nn.Module, plans: Sequence[Plan], cluster: Cluster, example_inputs: ExampleInputs, laps: int, steps: int
+) -> list[RacedPlan]:
+    """Run the plans in turn, `steps` counted steps a lap; all ranks must call. The model is not changed. Returns the same on all
+    ranks. AutoparError where the model returns no loss, or the first plan does not run."""
+    if plans[0].graph.interface is not None and not plans[0].graph.interface.has_loss:
+        raise AutoparError("steps are measured from a loss to its update, and the model returns none: pass one that does")
+    raced = [RacedPlan(plan) for plan in plans]
+    for _ in range(laps):
+        for number, each in enumerate(raced):
+            if each.error:
+                continue
+            try:
+                seconds = _lap(model, each.plan, cluster, example_inputs, steps)
+            except (AutoparError, torch.OutOfMemoryError) as error:
+                if number == 0:
+                    raise
+                raced[number] = RacedPlan(each.plan, error=str(error).partition("\n")[0])
+                continue
+            raced[number] = RacedPlan(each.plan, (*each.step_seconds, *seconds))
+    return raced
+
+
+def fastest(raced: Sequence[RacedPlan]) -> RacedPlan:
+    """Return the plan with the shortest median step; the first one unless another is faster by `LEAST_GAIN`."""
+    best = min(raced, key=lambda each: each.median_seconds)
+    return best if best.median_seconds < raced[0].median_seconds * (1 - LEAST_GAIN) else raced[0]
+
+
+def _lap(model: nn.Module, plan: Plan, cluster: Cluster, example_inputs: ExampleInputs, steps: int) -> list[float]:
+    """Train a copy of the model, and return the seconds of the counted steps, of the slowest rank each."""
+    parallel = parallelize(copy.deepcopy(model), cluster, example_inputs, plan=plan)
+    args, batch = split_inputs(example_inputs)
+    optimizer = OPTIMIZERS.get(plan.document.optimizer, torch.optim.AdamW)(parallel.parameters(), lr=1e-6)
+    own = []
+    for _ in range(WARM_UP_STEPS + steps):
+        gather(None)  # all ranks begin together
+        _wait(parallel.program.mesh.device)
+        begin = time.perf_counter()
+        result = parallel(*args, **batch)
+        getattr(result, "loss", result).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(parallel.program.mesh.device)
+        own.append(time.perf_counter() - begin)
+    del parallel, optimizer, result
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return [max(seconds) for seconds in zip(*gather(own[WARM_UP_STEPS:]), strict=True)]
+
+
+def _wait(device: Any) -> None:
+    """Wait for what a device still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

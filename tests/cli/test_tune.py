@@ -1,0 +1,96 @@
+"""Plans near the chosen one, and the race between them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.harness.end_to_end import prepare
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
+
+from autopar.capture.models import load_model
+from autopar.cli import main
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.ir.plan import Precision
+from autopar.ir.plan_file.plan_file import Plan, load_plan
+from autopar.options import PlanOptions
+from autopar.planning import nearest_plans
+from autopar.solve.result import other_results
+from autopar.solve.search import search
+from autopar.solve.space.options import SearchOptions
+from autopar.tune import RacedPlan, fastest
+
+SCRIPT = "import sys; from autopar.cli import main; raise SystemExit(main(sys.argv[1:]))"
+
+
+def near_plans(count: int) -> tuple[Plan, ...]:
+    loaded = load_model("mlp", 32, None, device="cpu")
+    return nearest_plans(loaded.model, Cluster.parse("local:4"), loaded.example_inputs, PlanOptions(batch=32), count)
+
+
+def test_other_plans_are_the_next_ones_of_the_search() -> None:
+    """One of each point, in the order of their predicted steps, which are those of the evaluator; never the chosen one."""
+    graph, cluster = prepare("gpt2").graph, Cluster.parse("local:4")
+    result = search(graph, cluster, SearchOptions(batch=graph.batch, precision=Precision("float64", "float64")))
+    others = other_results(graph, result, 5)
+    assert 0 < len(others) <= 5
+    steps = [each.evaluation.step_seconds for each in others]
+    assert steps == sorted(steps)
+    points = {(each.candidate.mesh, each.candidate.micro_batches, str(each.candidate.pipeline)) for each in others}
+    assert (result.candidate.mesh, result.candidate.micro_batches, str(result.candidate.pipeline)) not in points
+    assert all(each.candidate is not result.candidate for each in others)
+    for each in others:
+        assert evaluate(each.graph, each.candidate, cluster).step_seconds == pytest.approx(each.evaluation.step_seconds)
+        assert each.gap == pytest.approx(
+            1 - min(each.lower_bound_seconds, each.evaluation.step_seconds) / each.evaluation.step_seconds
+        )
+
+
+def test_the_first_plan_stays_unless_another_is_faster_by_more_than_noise() -> None:
+    plan = near_plans(1)[0]
+    first = RacedPlan(plan, (1.0, 1.0, 5.0))
+    slow, close, fast = (RacedPlan(plan, (seconds,) * 3) for seconds in (1.2, 0.995, 0.98))
+    broken = RacedPlan(plan, (0.1,), "out of memory")
+    assert broken.median_seconds == math.inf
+    assert fastest([first, slow, close, broken]) is first
+    assert fastest([first, slow, close, fast]) is fast
+
+
+def test_a_race_writes_the_plan_that_was_fastest(ranks: RankPool, tmp_path: Path) -> None:
+    """On two ranks, as torchrun starts them: every plan ran all of its steps, and the file is the kept one."""
+    script, path = tmp_path / "tune.py", tmp_path / "tuned.json"
+    script.write_text(SCRIPT)
+    words = [
+        "tune",
+        "mlp",
+        "--cluster",
+        "local:2",
+        "--batch",
+        "32",
+        "-o",
+        str(path),
+        "--candidates",
+        "2",
+        "--steps",
+        "2",
+        "--json",
+    ]
+    ended = launch(ranks, script, 2, *words)
+    assert [each.status for each in ended] == [0, 0], ended[0].stderr
+    found: dict[str, Any] = json.loads(ended[0].stdout)
+    assert ended[1].stdout == ""
+    assert [len(each["step_seconds"]) for each in found["plans"]] == [4, 4]
+    assert all(seconds > 0 for each in found["plans"] for seconds in each["step_seconds"])
+    (kept,) = [each for each in found["plans"] if each["kept"]]
+    assert load_plan(path).document.predicted.step_seconds == kept["predicted_step_seconds"]
+
+
+def test_needs_a_launcher(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["tune", "mlp", "--cluster", "local:2", "-o", str(tmp_path / "plan.json")]) == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
