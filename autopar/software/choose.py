@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.errors import AutoparError, Infeasible
 from autopar.software.configuration import Workload
 from autopar.software.files.text import text_of
@@ -30,9 +30,18 @@ class Choice:
         return replace(self.job, configuration=priced.configuration)
 
 
-def choose(software: Software, model: Model, cluster: Cluster, batch: int, precision: str = "bf16", most: int = MANY) -> Choice:
-    """The best configurations of a software, within the memory margin where there are such. AutoparError where it cannot run the
-    model at all so."""
+def choose(
+    software: Software,
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    precision: str = "bf16",
+    most: int = MANY,
+    margin: float | None = None,
+) -> Choice:
+    """The best configurations of a software, within the memory margin (None: `with_memory_margin`'s) where there are such.
+    AutoparError where it cannot run the model at all so."""
+    cluster = with_memory_margin(cluster, margin)
     if precision not in software.precisions:
         raise AutoparError(f"{software.name} has no {precision}: write --dtype {', '.join(software.precisions)}")
     job = Job(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import unified_diff
 from pathlib import Path
 
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.errors import AutoparError
 from autopar.software.configuration import Configuration, Workload
 from autopar.software.files.entries import ConfigError, Entries
@@ -85,7 +85,7 @@ def fit(path: str, software: Software, entries: Entries, job: Job, model: Model,
     problems = tuple(software.problems(job, model.decoder))
     if job.precision not in software.precisions and job.precision != "fp8":
         problems += ((f"it has no {job.precision}", software.rules[0].source),)
-    work = workload_of(software, job, model, cluster)
+    work = workload_of(software, job, model, with_memory_margin(cluster))
     note = constants_note(software, model, cluster)
     notes = (*job.assumed, *([note] if note else []))
     if problems:

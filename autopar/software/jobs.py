@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.stack_entries import other_constants
 from autopar.decoders.graphs import RunOptions
 from autopar.ir.plan import Precision
@@ -20,7 +20,7 @@ _PRECISIONS = {
 
 
 def workload_of(software: Software, job: Job, model: Model, cluster: Cluster) -> Workload:
-    """The workload: the model as the software writes it, and the cluster as it uses it, with a memory margin."""
+    """The workload: the model as the software writes it, and the cluster as it uses it."""
     name, known = stack_of(software, model, cluster)
     used = cluster_with(name, known, cluster, job.compiled, job.async_tp, job.ep_overlap)
     if job.precision == "fp8":
@@ -30,7 +30,7 @@ def workload_of(software: Software, job: Job, model: Model, cluster: Cluster) ->
         decoder=written_by(name, decoder) if decoder is not None else None,
         layers=model.layers,
         batch=job.batch,
-        cluster=with_memory_margin(used),
+        cluster=used,
         precision=_PRECISIONS[job.precision],
         optimizer=job.optimizer,
         options=RunOptions(float8=job.precision == "fp8", once=name in SENDS_ONCE),

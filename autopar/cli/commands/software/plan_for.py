@@ -37,7 +37,7 @@ def run_for(arguments: argparse.Namespace, console: Console) -> int:
     folder = make_folder(arguments.output) if arguments.output else None
     model = model_of(arguments.model, arguments.seq or 0, captured(console))
     batch = arguments.batch or cluster.size
-    found = choose(software, model, cluster, batch, arguments.dtype or "bf16")
+    found = choose(software, model, cluster, batch, arguments.dtype or "bf16", margin=arguments.memory_margin)
     best = found.ranking.best
     assert best is not None
     files = files_of(found, best)
