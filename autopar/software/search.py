@@ -12,8 +12,8 @@ from autopar.software.configuration import Configuration
 from autopar.software.pricer import Least, PricedConfiguration, Pricer
 
 FEW = 7
-"""So many configurations of a recipe beside a plan are evaluated at most; where none of them fits, `_LEAST` more that need least
-memory."""
+"""So many configurations of a recipe beside a plan are evaluated at most, three times as many while none of them fits (logits of
+models with few layers and many words are not in the least); then `_LEAST` that need least memory."""
 MANY = 60
 """So many of a software's configurations are evaluated at most where it is what is asked for."""
 _LEAST = 2
@@ -48,13 +48,13 @@ def rank(pricer: Pricer, configurations: Iterable[Configuration], most: int = FE
     corrections = _Corrections()
     left = [(least, each) for least, each in every if least.bytes <= device.memory_bytes]
     priced: list[PricedConfiguration] = []
-    for number in range(most):
+    for number in range(3 * most):
         reached = min((each.evaluation.step_seconds for each in priced if each.fits), default=below)
         left = [pair for pair in left if pair[0].seconds < reached and corrections.may_fit(pair[1], pair[0], device.memory_bytes)]
         # every second one by its bound alone: a kind has members that are off by less than those that were evaluated
         likely = most <= FEW or number % 2 == 0
         chosen = min(left, key=lambda pair: corrections.seconds(pair[1], pair[0]) if likely else pair[0].seconds, default=None)
-        if chosen is None:
+        if chosen is None or (number >= most and reached < inf):
             break
         if most <= FEW and corrections.seconds(chosen[1], chosen[0]) >= reached:
             break
