@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sources import syntax_nodes, syntax_tree
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
@@ -38,7 +39,7 @@ def imports(path: Path, part: str) -> Iterator[str]:
         if path.name != f"{part}.py"
         else ["autopar"]
     )
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in syntax_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,7 +86,7 @@ def test_runtime_needs_only_torch(path: Path) -> None:
     for name in imports(path, "runtime"):
         root = name.split(".")[0]
         assert root == "torch" or root in STANDARD or name.startswith("autopar.runtime"), f"{path} imports {name}"
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in syntax_nodes(path):
         assert not (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("autopar")), (
             f"{path}: use a relative import"
         )
@@ -127,7 +128,7 @@ def quiet(node: ast.stmt) -> bool:
 
 @pytest.mark.parametrize(("part", "path"), SOURCES, ids=IDS)
 def test_no_work_at_import(part: str, path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+    for node in syntax_tree(path).body:
         assert quiet(node), f"{path}:{node.lineno} runs at import: {ast.unparse(node)[:80]}"
 
 

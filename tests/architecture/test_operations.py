@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sources import syntax_tree
 
 from autopar.operations.table import operations
 
@@ -42,7 +43,7 @@ def name_of(path: Path) -> str:
 
 def operations_named(path: Path) -> list[str]:
     """The names in strings that are no docstrings: whole (``aten.add``), or lists of at least three (``add sub mul``)."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path)
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     packets = {name.split(".")[1] for name in operations()}
     found: list[str] = []

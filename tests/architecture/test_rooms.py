@@ -10,6 +10,7 @@ from pathlib import Path
 
 import networkx
 import pytest
+from support.sources import syntax_nodes, syntax_tree
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 15
@@ -52,7 +53,7 @@ def test_no_folder_grows_past_the_limit(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in sources() if path.name == "__init__.py"], ids=name_of)
 def test_every_room_says_what_is_in_it(path: Path) -> None:
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    said = ast.get_docstring(syntax_tree(path)) or ""
     assert len(said) > 80, f"{name_of(path)}: say in a few sentences what is in the room, where to start, and what it imports"
 
 
@@ -67,7 +68,7 @@ def imported(path: Path) -> Iterator[str]:
     """Absolute names without ``autopar.``; what only type checkers import counts too."""
     part, rest = part_of(path)
     package = [part, *(rest if path.name == "__init__.py" else rest[:-1])]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in syntax_nodes(path):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("autopar.")
@@ -100,7 +101,7 @@ def test_no_file_imports_itself_round_a_circle() -> None:
 
 def definitions() -> Iterator[tuple[Path, ast.ClassDef | ast.FunctionDef]]:
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in syntax_nodes(path):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 yield path, node
 
@@ -108,7 +109,7 @@ def definitions() -> Iterator[tuple[Path, ast.ClassDef | ast.FunctionDef]]:
 def test_no_two_public_classes_of_one_name() -> None:
     where = defaultdict(set)
     for path in sources():
-        for node in ast.parse(path.read_text()).body:
+        for node in syntax_tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].add(name_of(path))
     twice = {name: sorted(paths) for name, paths in where.items() if len(paths) > 1}
@@ -149,7 +150,7 @@ FRAGMENT = re.compile(
 def test_docstrings_stand_alone() -> None:
     found = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())) if part_of(path)[0] in SPOKEN_ROOMS else ():
+        for node in syntax_nodes(path) if part_of(path)[0] in SPOKEN_ROOMS else ():
             text = ast.get_docstring(node) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) else None
             if text and FRAGMENT.match(text):
                 found.append(f"{name_of(path)}: {text[:60]}")
@@ -160,7 +161,7 @@ def test_names_are_no_participles() -> None:
     """Names of files, classes, functions and public attributes."""
     found = []
     for path in (path for path in sources() if part_of(path)[0] in SPOKEN_ROOMS):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(syntax_nodes(path))
         names = [path.stem, *(node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)))]
         names += [node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
         for node in nodes:
