@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -285,8 +285,8 @@ def _line(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str) -> LoadedModel:
-    """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes."""
+def factory_of(source: str) -> Callable[..., Any]:
+    """The function that ``file.py:factory`` names. Raises CaptureError."""
     file, colon, name = source.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise CaptureError(f"{source!r} is not file.py:factory: name the function after a colon")
@@ -296,6 +296,12 @@ def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.
     factory = getattr(_module(path), name, None)
     if not callable(factory):
         raise CaptureError(f"{file} has no function {name!r}: name one that returns a model, or a model and example inputs")
+    return cast(Callable[..., Any], factory)
+
+
+def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str) -> LoadedModel:
+    """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes."""
+    factory = factory_of(source)
     try:
         takes = inspect.signature(factory).parameters
         given = {key: value for key, value in (("batch", batch), ("seq", seq)) if key in takes and value is not None}
@@ -312,7 +318,7 @@ def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.
         raise CaptureError(f"{source} gives no example inputs: return (model, dict of keyword arguments) or (model, tuple)")
     if isinstance(example, dict) and not all(isinstance(key, str) for key in example):
         raise CaptureError(f"{source} gives example inputs whose keys are no names: return a dict of keyword arguments")
-    return LoadedModel(model.to(dtype) if dtype is not None else model, example, name)
+    return LoadedModel(model.to(dtype) if dtype is not None else model, example, source.rpartition(":")[2])
 
 
 def _module(path: Path) -> Any:

@@ -18,10 +18,11 @@ from math import prod
 
 import torch
 
-from autopar.checker.block import BlockResult, Line
-from autopar.checker.local_run import Observed, observe, storage_of
+from autopar.checker.block_calls import BlockCall
+from autopar.checker.blocks.block_result import BlockResult, Line
+from autopar.checker.blocks.local_run import Observed, observe, storage_of
 from autopar.checker.order import Step
-from autopar.checker.program import BlockCall, ProgramProof
+from autopar.checker.program import ProgramProof
 from autopar.checker.reader import AxisName, PlacedTensor
 from autopar.checker.rows.operation_call import tensors_of
 from autopar.checker.text import BlockText, CallsText, ParameterText
@@ -175,8 +176,8 @@ def stage_bounds(proof: ProgramProof, stages: Sequence[Sequence[Step]], optimize
             found[key] = footprint(call.proof, proof.text.blocks[call.block], sizes)
         return found[key]
 
-    held = [_Chunk.of(proof.result.calls.get(f"{chunk.name}.forward", []), of) for chunk in chunks]
-    counted = _Chunk.of(proof.result.calls.get(f"{proof.text.program.name}.count", []), of)
+    held = [_Chunk.of(proof.blocks.result.calls.get(f"{chunk.name}.forward", []), of) for chunk in chunks]
+    counted = _Chunk.of(proof.blocks.result.calls.get(f"{proof.text.program.name}.count", []), of)
     batch = sum(prod(shape_at(x.shape, proof.candidate.batch)) * _BYTES.get(x.dtype, 8) for x in proof.graph.inputs)
     out = []
     for stage in range(max(1, len(stages))):
@@ -310,7 +311,7 @@ def _parameters(
     dimension that divides; of the first one, rounded up; or all), and of an element."""
     for stored in text.stored:
         if stored.path in names:
-            kinds = proof.stored_kinds(stored.shape, stored.places, text.line)
+            kinds = proof.interface.stored_kinds(stored.shape, stored.places, text.line)
             local = proof.axes.local_shape(tuple(stored.shape), kinds) or stored.shape
             unit, elements = _BYTES.get(stored.dtype, 8), prod(local)
             if any(size and size % ranks == 0 for size in local):

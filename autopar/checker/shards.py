@@ -128,6 +128,11 @@ def equal_kind(kind: Kind) -> bool:
     return kind in (REPLICATED, INVARIANT)
 
 
+def alike(kinds: Kinds, others: Kinds) -> bool:
+    """Whether a rank holds the same of one tensor as of the other; their gradients may differ."""
+    return all(a == b or (equal_kind(a) and equal_kind(b)) for a, b in zip(kinds, others, strict=True))
+
+
 def words(axes: Axes, kinds: Iterable[Kind]) -> str:
     """``dp: cut(0, runs of 4), tp: P``."""
     return ", ".join(f"{name}: {kind}" for name, kind in zip(axes.names, kinds, strict=True)) or "whole"

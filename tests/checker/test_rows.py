@@ -17,8 +17,8 @@ from support.models.operation_examples import build, single_operations, t
 from support.models.operations.further_examples import further_operations
 from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
+from autopar.checker.blocks.local_arguments import LocalArguments
 from autopar.checker.captured import CapturedBlock, CapturedOperation, canonical
-from autopar.checker.local_arguments import LocalArguments
 from autopar.checker.reader import PlacedTensor
 from autopar.checker.rows import table
 from autopar.checker.rows.carry import NotCarried, carry

@@ -7,8 +7,9 @@ is partial. This is all that the proof of a block rests on, and every row is pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from autopar.checker.shards import PARTIAL, REPLICATED, Axes, Cut, Kind, Kinds, Shape, equal_kind
 
@@ -42,12 +43,15 @@ class NotCarried(ValueError):
 
 
 def carry(
-    row: OperationRow, axes: Axes, operands: Sequence[Kinds], flows: Sequence[bool], wanted: Sequence[Kinds | None]
-) -> list[Kinds]:
+    row: OperationRow, axes: Axes, operands: Sequence[Kinds], flows: Sequence[bool], wanted: Sequence[Kinds | None],
+    known: Mapping[str, list[Kind]] = MappingProxyType({}),
+) -> list[Kinds]:  # fmt: skip
     """The kinds of the results. `flows`: whether a gradient comes back for an operand. `wanted` are what the plan says of results
-    that ranks make of numbers, for which any cut is right. NotCarried where the operation cannot run on these shards."""
+    that ranks make of numbers, for which any cut is right. `known`: those on axes on which a lemma or a rule tells them, and not
+    the row. NotCarried where the operation cannot run on these shards."""
     per_axis = [
-        _on_axis(row, size, [kinds[axis] for kinds in operands], flows, [w[axis] if w else None for w in wanted], name)
+        known.get(name)
+        or _on_axis(row, size, [kinds[axis] for kinds in operands], flows, [w[axis] if w else None for w in wanted], name)
         for axis, (name, size) in enumerate(zip(axes.names, axes.sizes, strict=True))
     ]
     return [tuple(kinds[result] for kinds in per_axis) for result in range(len(row.results))]

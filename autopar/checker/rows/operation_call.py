@@ -82,13 +82,13 @@ def bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, A
     names, defaults, positional = schema
     if len(args) > positional or set(kwargs) - set(names):
         raise ValueError(f"{op} does not take these arguments")
-    out = dict(zip(names, map(_plain, defaults), strict=True))
+    out = dict(zip(names, map(plain, defaults), strict=True))
     out.update(zip(names, args, strict=False))
     out.update(kwargs)
     return out
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, torch.dtype):

@@ -143,7 +143,7 @@ class _Run:
         self.spmd.assert_type(loss, dict.fromkeys(self.groups.values(), kind))
 
     def input(self, value: Any, program: Any) -> Tensor:
-        passed = self.proof._input(value)
+        passed = self.proof.interface.input(value)
         local = passed.tensor.local
         with self.spmd.no_typecheck():
             x = torch.zeros(local.shape, dtype=local.dtype).requires_grad_(local.requires_grad)

@@ -1,0 +1,45 @@
+"""What the proof of a block rests on and what it is told of afterwards: its lines, collectives, lemmas and assumptions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from autopar.checker.reader import Applied, PlacedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a block, in the order of the text: axis, conversion, local shape and dtype of what it takes."""
+
+    line: int
+    axis: str
+    text: str
+    shape: tuple[int, ...]
+    dtype: str
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An operation of a block as it runs on a rank, and what it makes."""
+
+    applied: Applied
+    results: tuple[PlacedTensor, ...]
+    gradients: bool
+
+
+@dataclass(slots=True)
+class BlockResult:
+    """What a block returns, and what its proof rests on."""
+
+    outputs: tuple[PlacedTensor, ...] = ()
+    lemmas: Counter[str] = field(default_factory=Counter)
+    """By name of a lemma or row, how many lines rest on it."""
+    assumptions: dict[int, str] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    inputs: tuple[PlacedTensor, ...] = ()
+    parameters: tuple[PlacedTensor, ...] = ()
+    lines: list[Line] = field(default_factory=list)
+    elsewhere: list[PlacedTensor] = field(default_factory=list)
+    """What is saved on the host, or in parts on the ranks of an axis."""

@@ -1,0 +1,1 @@
+"""Modules that are parallel by hand, as Megatron's are: layers, right and wrong cases, differences of their losses."""
