@@ -245,6 +245,8 @@ class Reader:
         elif name in ("constant", "opaque"):
             *values, mesh = values
             self._require(node, mesh == Fixed(MESH))
+            if name == "constant":
+                *values, last["dtype"] = values
         elif name == "histogram":
             return Applied("aten.histc", tuple(values), kwargs, node.lineno)
         return Applied(f"ap.{name}", tuple(values), {**kwargs, **last}, node.lineno)

@@ -184,6 +184,14 @@ def examples(call: WholeCall) -> OperationRow:
     return OperationRow(tuple(sides[0]), tuple(sides[1]))
 
 
+def grid_sampler(call: WholeCall) -> OperationRow:
+    """``grid_sampler(x[n, c, ...], grid[n, positions, _])``: examples, channels, and positions."""
+    x, grid = call.shapes[:2]
+    places = [f"s{i}" for i in range(len(grid) - 2)]
+    operands = named(["n", "c", *"_" * (len(x) - 2)], x), named(["n", *places, "_"], grid)
+    return OperationRow(operands, (named(["n", "c", *places], call.results[0]),))
+
+
 def recurrent(call: WholeCall) -> OperationRow:
     """``lstm gru rnn_tanh``: examples."""
     if len(call.shapes[0]) != 3 or "data" in call.arguments:
@@ -364,7 +372,8 @@ ROWS: Rows = {
     "aten.instance_norm": instance_norm,
     "aten._weight_norm": weight_norm,
     "ap.local_mean": local_mean,
-    **aten("im2col col2im grid_sampler grid_sampler_2d grid_sampler_3d", examples),
+    **aten("im2col col2im", examples),
+    **aten("grid_sampler grid_sampler_2d grid_sampler_3d", grid_sampler),
     **aten("lstm gru rnn_tanh rnn_relu", recurrent),
     "aten.embedding": embedding,
     "aten.one_hot": one_hot,

@@ -151,11 +151,16 @@ def records(
 
 def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """The lines of the document: programs that are certified, of all that there are, and models without that kind of plan."""
-    heads = " | ".join(f"{group} ({_models(found, group)})" for group in TITLES)
-    lines = [f"| plans | {heads} |", "|---" * (len(TITLES) + 1) + "|"]
+    counted = {each["set"] for each in found}
+    written = {row[0]: row[1:] for row in _written()}  # of sets that this file has nothing of
+    heads = [f"{group} ({_models(found, group)})" if group in counted else written["plans"][i] for i, group in enumerate(TITLES)]
+    lines = [f"| plans | {' | '.join(heads)} |", "|---" * (len(TITLES) + 1) + "|"]
     for kind in PLANS:
         cells = []
-        for group in TITLES:
+        for index, group in enumerate(TITLES):
+            if group not in counted:
+                cells.append(written[kind][index])
+                continue
             own = Counter(each["found"] for each in found if (each["set"], each["plan"]) == (group, kind))
             judged = own[CERTIFIED] + own[REFUSED_BY_CHECKER] + own["traceback"]
             cells.append(f"{own[CERTIFIED]} of {judged}" if judged else "-")
@@ -165,6 +170,14 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _models(found: Sequence[Mapping[str, Any]], group: str) -> int:
     return len({each["model"] for each in found if each["set"] == group and each["plan"]})
+
+
+def _written() -> list[list[str]]:
+    """The rows of the document's table."""
+    text = DOCUMENT.read_text()
+    begin = text.index("| plans | ")
+    lines = text[begin : text.index("\n\n", begin)].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def write(lines: Sequence[str]) -> None:
