@@ -25,13 +25,13 @@ _RANDOM = frozenset(f"aten.{name}" for name in words_of("bernoulli normal unifor
 _NUMBERS = frozenset(
     f"aten.{name}"
     for name in words_of("""zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided zeros_like
-    ones_like full_like empty_like scalar_tensor fill zero""")
+    ones_like full_like empty_like scalar_tensor fill zero lift_fresh""")
 ) | _RANDOM  # fmt: skip
 """Tensors of which any part is right."""
 _ZEROS = frozenset(("aten.zeros", "aten.new_zeros", "aten.zeros_like", "aten.zero"))
 _COPIES = frozenset(("aten.detach", "aten.clone", "aten.alias"))
 _ELEMENTWISE = frozenset(f"aten.{name}" for name in words_of("expand clone alias detach _to_copy mul add sub div neg"))
-_VIEWS = frozenset(f"aten.{name}" for name in words_of("reshape transpose permute t unsqueeze squeeze"))
+_VIEWS = frozenset(f"aten.{name}" for name in words_of("reshape transpose permute t unsqueeze squeeze slice select"))
 
 
 def _linear_backward(call: WholeCall) -> OperationRow:
@@ -67,7 +67,15 @@ def _index_put(call: WholeCall) -> OperationRow:
     return OperationRow((letters(x), letters(others[0]), ((("", 1),),) * len(others[1])), (letters(x),))
 
 
+def _rows(call: WholeCall) -> OperationRow:
+    """``x[arange(n), i]``, or that element of each row written."""
+    x, *others = call.shapes
+    made = named("t _"[: 2 * len(call.results[0])], call.results[0])
+    return OperationRow((named("t _", x), *(named("t", each) for each in others)), (made,))
+
+
 ROWS: Rows = {
+    "rows": _rows,
     **table.ROWS,
     **aten("""silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward leaky_relu_backward elu_backward
     hardtanh_backward softplus_backward detach""", _linear_backward),
@@ -103,7 +111,7 @@ class LineKinds:
             return self._collective(line, operands)
         if line.op == "gradient":
             return self._gradient(line, *operands)
-        if line.op in _NUMBERS:
+        if line.op in _NUMBERS and not varying:
             if line.op in _RANDOM:
                 self.assumed[line.source] = "random numbers differ on ranks that hold different elements, and agree elsewhere"
             return self._set(line, [(REPLICATED,) * len(self.axes.names)] * len(line.results), (), True)
@@ -115,8 +123,8 @@ class LineKinds:
         self, line: RecordedLine, axis: int, operands: Sequence[RankValue], varying: Mapping[str, RankDifference]
     ) -> list[Kind]:
         """The kinds of the results on an axis, of the first kinds that the operands may be taken for."""
-        reasons = []
-        for kinds in product(*(_choices(value, axis, made) for value, made in zip(operands, line.operands, strict=True))):
+        reasons, cuts = [], [kind for kind in (each.kinds[axis] for each in operands) if isinstance(kind, Cut)]
+        for kinds in product(*(_choices(value, axis, made, cuts) for value, made in zip(operands, line.operands, strict=True))):
             try:
                 return self._on_axis(line, axis, list(kinds), varying)
             except NotCarried as error:
@@ -133,8 +141,11 @@ class LineKinds:
             self.sources[made.name] = line.source
             made_of_numbers = number and line.op in (*_ELEMENTWISE, *_VIEWS, *_NUMBERS)
             repeats = frozenset(range(len(made.shape))) if made_of_numbers else self._repeated(line, operands, made)
-            zero = line.op in _ZEROS or (line.op in _COPIES and operands[0].zero)
-            self.values[made.name] = RankValue(kinds, tuple(since), repeats, made_of_numbers, zero)
+            copied = operands[0] if line.op in _COPIES else None
+            zero = copied.zero if copied else line.op in _ZEROS
+            whole = line.op == "aten.arange" and not line.arguments.get("start") and line.arguments.get("step", 1) == 1
+            counts = copied.counts if copied else whole
+            self.values[made.name] = RankValue(kinds, tuple(since), repeats, made_of_numbers, zero, counts)
 
     def _repeated(self, line: RecordedLine, operands: Sequence[RankValue], made: Made) -> frozenset[int]:
         """The dimensions of a result along which its elements are alike."""
@@ -197,6 +208,10 @@ class LineKinds:
             return []
         if line.op == "aten.copy":  # what is written over is not read
             line, kinds = replace(line, operands=line.operands[1:]), kinds[1:]
+        if line.op in ("aten.index", "aten.index_put") and len(kinds) > 2 and self.values[line.operands[1].name].counts:
+            rows = len(line.operands[0].shape) == 2 and line.operands[0].shape[:1] == line.operands[1].shape
+            if rows and line.operands[1].shape == line.operands[2].shape:  # x[arange(n), i]: of each row an element
+                line, kinds = replace(line, op="rows", operands=(line.operands[0], *line.operands[2:])), [kinds[0], *kinds[2:]]
         call = _call(line)
         row = self._row(call)
         if VARYING in kinds:
@@ -272,12 +287,13 @@ def _call(line: RecordedLine) -> WholeCall:
     return WholeCall(line.op, line.arguments, shapes, made, dtypes, made_dtypes)
 
 
-def _choices(value: RankValue, axis: int, made: Made) -> list[Kind]:
-    """The kinds that a value may be taken for."""
+def _choices(value: RankValue, axis: int, made: Made, cuts: Sequence[Cut]) -> list[Kind]:
+    """The kinds that a value may be taken for beside operands that are cut so."""
     if value.kinds[axis] != REPLICATED:
         return [value.kinds[axis]]
     alike = [dim for dim, size in enumerate(made.shape) if size == 1 or dim in value.repeats]
-    return [REPLICATED, *(Cut(dim, made.shape[dim]) for dim in alike), *([PARTIAL] if value.zero else [])]
+    parts = dict.fromkeys(Cut(dim, inner) for dim in alike for inner in (made.shape[dim], *(each.inner for each in cuts)))
+    return [REPLICATED, *parts, *([PARTIAL] if value.zero else [])]
 
 
 def _repeats(value: RankValue, shape: Shape, dim: int) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.checker.modules.line_kinds import LineKinds
 from autopar.checker.modules.ranks import RanksOfAxis
-from autopar.checker.modules.recording import Made, Recorder, Recording, WrongLine
+from autopar.checker.modules.recording import UNKNOWN, Made, Recorder, Recording, WrongLine
 from autopar.checker.modules.values import VARYING, RankValue, since, word
 from autopar.checker.shards import REPLICATED, Axes, Cut, Kind
 from autopar.errors import AutoparError
@@ -84,6 +84,8 @@ def check_module(factory: Callable[[], Any], mesh: Mapping[str, int], group: Gro
         first = recordings[0]
         for name, made in first.given.items():
             kinds.values[made.name] = _declared(manual, name, made, axes)
+            if name.startswith(UNKNOWN):
+                kinds.assumed[name] = "it is equal on all ranks"
         needed = _needed(first)
         for number, line in enumerate(first.lines):
             if number in needed:
@@ -134,8 +136,10 @@ def _run(manual: ManualModule, recorder: Recorder) -> None:
         if isinstance(each, Tensor):
             recorder.take(f"result {index + 1} of after_backward", each)
     for name, parameter in manual.module.named_parameters():
-        if parameter.requires_grad and parameter.grad is not None:
+        if parameter.grad is not None:
             recorder.take(f"gradient of {name}", parameter.grad)
+        elif parameter.requires_grad:
+            raise AutoparError(f"{name} gets no gradient: freeze it (requires_grad_(False)), or look for what detaches it")
 
 
 def _needed(recording: Recording) -> set[int]:

@@ -30,6 +30,7 @@ _DECOMPOSED = (
     "select_backward", "native_dropout", "smooth_l1_loss_backward",
 )  # fmt: skip
 """Operations that become several, each of which has a row."""
+UNKNOWN = "a tensor that the module had before, of shape"
 
 
 class WrongLine(Exception):
@@ -68,6 +69,17 @@ class Recording:
     lines: list[RecordedLine] = field(default_factory=list)
     given: dict[str, Made] = field(default_factory=dict)
     results: dict[str, Made] = field(default_factory=dict)
+
+
+def _flows(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view that was made where no gradients are recorded, of what was written in place since
+        return False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _part_of_storage(tensor: Tensor) -> tuple[Any, ...]:
@@ -109,7 +121,7 @@ class Recorder(TorchDispatchMode):
 
     def pair_gradients(self) -> None:
         """Record which value each gradient belongs to, in the backward to come."""
-        for tensor in [each for group in self._alive.values() for each in group if each.grad_fn is not None]:
+        for tensor in [each for group in self._alive.values() for each in group if _flows(each)]:
             tensor.register_hook(partial(self._pair, self._made[id(tensor)]))
 
     def _pair(self, made: Made, gradient: Tensor) -> None:
@@ -131,8 +143,13 @@ class Recorder(TorchDispatchMode):
                     same.append(tensor)
                     self._made[id(tensor)] = self._made[id(other)]
                     return self._made[id(tensor)]
+            if _in_backward() and tensor.dim():
+                raise WrongLine(_source(True), f"it reads a tensor of shape {list(tensor.shape)} that no line made")
             made = self._new(tensor)
-            self.recording.given[f"a tensor made before, of shape {list(tensor.shape)} ({made.name})"] = made
+            if tensor.dim():
+                self.recording.given[f"{UNKNOWN} {list(tensor.shape)}, read at {_source(False)}"] = made
+            else:  # a number of Python's
+                self._add("aten.scalar_tensor", {"s": tensor.item()}, (), (made,))
         return self._made[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +195,7 @@ class Recorder(TorchDispatchMode):
     def _add(
         self, op: str, arguments: Mapping[str, Any], operands: Sequence[Made], results: Sequence[Made], axes: tuple[str, ...] = ()
     ) -> None:
-        backward = torch._C._current_graph_task_id() != -1
+        backward = _in_backward()
         source = _source(backward)
         self.recording.lines.append(RecordedLine(op, arguments, tuple(operands), tuple(results), source, backward, axes))
         for view, read, made in self._views:
@@ -187,7 +204,7 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._opname
-        if name == "wait_tensor":
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
             return self._add("aten.alias", {}, (self._name(args[0]),), (self._new(result),))
         found = collective_of(name, args, kwargs, result)
         if found is None:

@@ -18,13 +18,15 @@ VARYING = "V"
 @dataclass(frozen=True, slots=True)
 class RankValue:
     """What ranks hold of a tensor on each axis, and since which line. `repeats`: dimensions along which all elements are alike or
-    made of numbers, so that equal values are any part of themselves. `zero`: a summand of itself too."""
+    made of numbers, so that equal values are any part of themselves. `zero`: a summand of itself too. `counts`: the numbers from
+    0, which as an index name each row of what a rank has."""
 
     kinds: tuple[Kind, ...]
     since: tuple[str, ...]
     repeats: frozenset[int] = frozenset()
     number: bool = False
     zero: bool = False
+    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

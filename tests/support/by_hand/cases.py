@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce as differentiable_all_reduce
 
 from support.by_hand.layers import (
     EXAMPLES,
@@ -141,6 +143,48 @@ class Router(nn.Module):
         return Reduce.apply(used.square().sum() * own / total, self.group)
 
 
+class FunctionalCopy(torch.autograd.Function):
+    """`Copy` with a functional collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return functional.all_reduce(gradient, "sum", ctx.group), None
+
+
+class FunctionalReduce(torch.autograd.Function):
+    """`Reduce` with a functional collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return functional.all_reduce(x, "sum", group) + 0.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Differentiable:
+    """The all-reduce of ``torch.distributed.nn``, whose backward sums gradients: as if each rank had a loss of its own."""
+
+    @staticmethod
+    def apply(x: Tensor, group: Any) -> Tensor:
+        return differentiable_all_reduce(x, group=group)
+
+
+class Counted(Mlp):
+    """Divides by how many tokens all ranks have, which each of them knows of itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.tensor(float(x.shape[1]))
+        dist.all_reduce(count, group=self.up.group)
+        return super().forward(x) / count
+
+
 class PaddingMask(nn.Module):
     """A mask of all tokens, of which each rank takes those of its activations (finding 5: by its rank in another group)."""
 
@@ -261,6 +305,8 @@ class Case:
 CASES = {
     "mlp": Case(made(lambda _, group: Mlp(group))),
     "layer": Case(made(lambda _, group: Layer(group))),
+    "functional collectives": Case(made(lambda _, group: Layer(group, FunctionalCopy, FunctionalReduce))),
+    "a number of each rank": Case(made(lambda _, group: Counted(group))),
     "tokens cut": Case(tokens_cut(NORMS)),
     "language": Case(language),
     "head": Case(head(Copy)),
@@ -284,6 +330,7 @@ CASES = {
     "norms of cut tokens": Case(tokens_cut(NORMS[1:]), "gradient of body.first.weight is partial on tp"),
     "no copy": Case(made(lambda _, group: Layer(group, None)), "add: on tp"),
     "no sum": Case(made(lambda _, group: Mlp(group, leave=None)), "add: on tp", False),
+    "torch.distributed.nn": Case(made(lambda _, group: Mlp(group, leave=Differentiable)), "2 times too large"),
     "two sums": Case(made(lambda _, group: Mlp(group, leave=ReduceTwice)), "2 times too large"),
     "a bias on all": Case(
         made(lambda _, group: TwoProducts(Column(WIDTH, WIDTH, group), BiasOnAll(WIDTH, WIDTH, group))), "added once by each rank"
