@@ -20,7 +20,7 @@ from autopar.checker.graph_calls import GraphCalls, Identity
 from autopar.checker.interface import Passed, ProgramInterface
 from autopar.checker.reader import PlacedTensor
 from autopar.checker.shards import Kinds, NotProven, words_of
-from autopar.checker.text import RESERVED, CallsText, Instance, ProgramText, arguments_of, refuse
+from autopar.checker.text import ATTRIBUTES, BLOCK_ATTRIBUTES, RESERVED, CallsText, Instance, ProgramText, arguments_of, refuse
 from autopar.ir.graph import Call
 
 
@@ -189,10 +189,7 @@ def attribute_of(path: str) -> str:
     return f"{name}_" if hasattr(torch.nn.Module, name) or name in _TAKEN else name
 
 
-_TAKEN = frozenset(
-    words_of("""mesh prefix original_names zero recompute selective_recompute uses_rng training_noise batch_statistics specs
-    training split_backward shared_parameters blocks roots position precision mesh_axes micro_batches zero_group totals count
-    loss_dtype weight_versions offload_optimizer input_placements input_shapes input_dtypes positional arguments constants
-    defaults outputs batch_dims reduce_dtype forward_only chunks boundaries schedule batch_inputs micro_batch_size
-    weight_grads all_chunks own_chunks chunk_stages actions output_kinds has_loss differentiable_inputs state_program""")
+_TAKEN = ATTRIBUTES | BLOCK_ATTRIBUTES | frozenset(
+    words_of("""mesh prefix original_names specs training split_backward shared_parameters blocks roots position count
+    micro_batch_size weight_grads all_chunks own_chunks chunk_stages actions state_program""")
 )

@@ -9,22 +9,12 @@ from __future__ import annotations
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Axes, Cut, Kind, Kinds, Shape
 from autopar.ir.placement import Partial, Placement, Shard, parse_placement
 
-PAIRS = frozenset(
-    (source, target)
-    for source, targets in {
-        "S": "SRIP",  # gather, all-to-all; zeros around
-        "P": "RIS",  # all-reduce, reduce-scatter
-        "I": "RSP",  # a slice, or kept on one rank; gradients are summed, gathered, or stay
-        "R": "SIP",
-    }.items()
-    for target in targets
-)
 COMMUNICATION = {
     "SR": ("gather", "reduce_scatter"), "SI": ("gather", ""), "SS": ("all_to_all", "all_to_all"), "SP": ("", ""),
     "PR": ("all_reduce", "all_reduce"), "PI": ("all_reduce", ""), "PS": ("reduce_scatter", "gather"), "IR": ("", "all_reduce"),
     "IS": ("", "gather"), "IP": ("", ""), "RS": ("", ""), "RI": ("", ""), "RP": ("", ""),
 }  # fmt: skip
-"""The collectives of each pair, forward and backward."""
+"""The collectives of each pair of placements, forward and backward: gathers, slices, sums, or zeros around a shard."""
 
 
 class NoConversion(ValueError):
@@ -41,7 +31,7 @@ def read_conversion(text: str) -> tuple[Placement, Placement]:
         one, two = parse_placement(source), parse_placement(target)
     except ValueError as error:
         raise NoConversion(str(error)) from None
-    if not arrow or (letter(one), letter(two)) not in PAIRS:
+    if not arrow or letter(one) + letter(two) not in COMMUNICATION:
         raise NoConversion(f"there is no conversion {text!r}")
     return one, two
 

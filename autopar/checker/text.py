@@ -212,7 +212,7 @@ def _block(node: ast.ClassDef) -> BlockText:
                 raise refuse(each, "specs are no tuple")
             stored = tuple(map(_stored, each.value.elts))
         elif isinstance(each, ast.Assign):
-            if name not in ("zero", "recompute", "selective_recompute", "uses_rng", "training_noise", "batch_statistics"):
+            if name not in BLOCK_ATTRIBUTES:
                 raise refuse(each, f"a block has no attribute {name}")
             flags[name] = literal(each.value)
     if forward is None:
@@ -237,7 +237,8 @@ def _stored(node: ast.expr) -> ParameterText:
     return ParameterText(path, tuple(shape), dtype, places, more.get("trainable", True), more.get("buffer", False))
 
 
-_ATTRIBUTES = frozenset(
+BLOCK_ATTRIBUTES = frozenset(words_of("zero recompute selective_recompute uses_rng training_noise batch_statistics"))
+ATTRIBUTES = frozenset(
     words_of("""mesh_axes input_placements input_shapes input_dtypes differentiable_inputs positional arguments constants defaults
     outputs output_kinds has_loss forward_only batch_dims precision reduce_dtype micro_batches zero_group
     offload_optimizer totals chunks boundaries schedule weight_versions loss_dtype batch_inputs""")
@@ -258,7 +259,7 @@ def _calls(node: ast.ClassDef, blocks: Mapping[str, BlockText]) -> tuple[CallsTe
             else:
                 raise refuse(each, f"a program has no method {name}")
         elif isinstance(each, ast.Assign):
-            if name not in _ATTRIBUTES:
+            if name not in ATTRIBUTES:
                 raise refuse(each, f"a program has no attribute {name}")
             if name == "boundaries":
                 boundaries = tuple(tuple(map(_boundary, group.elts)) for group in _tuple(each.value))

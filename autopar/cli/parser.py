@@ -282,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("what", metavar="FOLDER|plan.json", help="the folder of an export, or a plan, whose program is written")
     check.add_argument("-o", "--output", default="", metavar="certificate.json", help="write claims, lemmas and assumptions")
 
-    by_hand = add("check-module", "check_module", "find the wrong line of a module that was parallelised by hand")
+    by_hand = add("check-module", "check", "find the wrong line of a module that was parallelised by hand")
     by_hand.add_argument("factory", metavar="file.py:factory", help="returns (module, inputs), or these and {'placements': ...}")
     by_hand.add_argument("--mesh", required=True, metavar="dp=2,tp=2", help="axes and ranks, outermost first; dp is that of data")
 

@@ -16,7 +16,7 @@ from autopar.checker.rows import table
 from autopar.checker.rows.carry import Dims, NotCarried, OperationRow, carry
 from autopar.checker.rows.elements import Rows, along, aten, letters, pointwise, reduction, redundant
 from autopar.checker.rows.operation_call import WholeCall
-from autopar.checker.rows.products import index_put, named
+from autopar.checker.rows.products import index_put, named, spelled
 from autopar.checker.shards import PARTIAL, REPLICATED, Axes, Cut, Kind, Shape, words_of
 
 _BLOCKS = frozenset(f"aten.{name}" for name in words_of("slice split split_with_sizes chunk cat slice_scatter slice_backward"))
@@ -36,12 +36,6 @@ _VIEWS = frozenset(f"aten.{name}" for name in words_of("reshape transpose permut
 
 def _linear_backward(call: WholeCall) -> OperationRow:
     return pointwise(call, ((0,),))
-
-
-def _embedding_backward(call: WholeCall) -> OperationRow:
-    ids = [f"i{i}" for i in range(len(call.shapes[1]))]
-    operands = named([*ids, "d"], call.shapes[0]), named(ids, call.shapes[1])
-    return OperationRow(operands, (named("_ d", call.results[0]),), dict.fromkeys(ids, "sum"), ((0,),))
 
 
 def _nll(call: WholeCall) -> OperationRow:
@@ -85,7 +79,7 @@ ROWS: Rows = {
     **aten("var_mean std_mean", reduction("")),
     "aten.mean": reduction("sum", linear=True),  # of a rank's part: a summand of as many times the mean as there are ranks
     "aten.copy": lambda call: OperationRow((letters(call.results[0]),), (letters(call.results[0]),), linear=((0,),)),
-    "aten.embedding_dense_backward": _embedding_backward,
+    "aten.embedding_dense_backward": spelled("i* d, i* -> _ d", ((0,),)),
     "aten.index_put": _index_put,
     "aten.slice_backward": along(0, linear=True),
     "aten.nll_loss_forward": _nll,

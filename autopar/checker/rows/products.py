@@ -17,6 +17,28 @@ def named(words: str | Sequence[str], shape: Shape) -> Dims:
     return plain([("" if word == "_" else word) for word in (words.split() if isinstance(words, str) else words)], shape)
 
 
+def spelled(text: str, linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[WholeCall], OperationRow]:
+    """The row of one line: ``i* d, i* -> _ d`` has any number of dimensions ``i``, which are summed."""
+    left, result = (side.strip() for side in text.split("->"))
+
+    def dims(words: str, shape: Shape) -> Dims:
+        many = len(shape) - len(words.split()) + 1
+        names = [[f"{each[0]}{i}" for i in range(many)] if each[-1] == "*" else [each] for each in words.split()]
+        return named([name for group in names for name in group], shape)
+
+    def row(call: WholeCall) -> OperationRow:
+        operands = tuple(map(dims, left.split(","), call.shapes))
+        made = dims(result, call.results[0])
+        kept = {factor for dim in made for factor, _ in dim} | {""}
+        reduced = {factor: "sum" for side in operands for dim in side for factor, _ in dim if factor not in kept}
+        return OperationRow(operands, (made,), reduced, linear)
+
+    return row
+
+
+embedding, cross_entropy_sum = spelled("_ d, i* -> i* d", ((0,),)), spelled("t* _, t* ->")
+
+
 def _leading(shape: Shape, tail: int, rank: int) -> list[str]:
     """Letters of the leading dimensions, from the right."""
     return [f"b{rank - len(shape) + i}" for i in range(len(shape) - tail)]
@@ -43,24 +65,20 @@ def equation(
     return OperationRow(operands, (named(result, call.results[0]),), reduced, linear, bias)
 
 
-def linear(call: WholeCall) -> OperationRow:
-    """``linear(x, w[n, k], bias)``."""
-    lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
-    terms = [[*lead, "k"], ["n", "k"], ["n"]][: len(call.shapes)]
-    return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
+def product(weight: str) -> Callable[[WholeCall], OperationRow]:
+    """``linear(x, w[n, k], bias)``, or ``linear_kn``, by the letters of the weight."""
+
+    def row(call: WholeCall) -> OperationRow:
+        lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
+        terms = [[*lead, "k"], list(weight), ["n"]][: len(call.shapes)]
+        return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
+
+    return row
 
 
 def linear_float8(call: WholeCall) -> OperationRow:
-    """As `linear`, but summands of its operands would be rounded by themselves."""
-    row = linear(call)
-    return OperationRow(row.operands, row.results, row.reduced, (), row.addends)
-
-
-def linear_kn(call: WholeCall) -> OperationRow:
-    """``linear_kn(x, w[k, n], bias)``."""
-    lead = _leading(call.shapes[0], 1, len(call.shapes[0]))
-    terms = [[*lead, "k"], ["k", "n"], ["n"]][: len(call.shapes)]
-    return equation(terms, [*lead, "n"], call, addend=len(terms) > 2)
+    """A product of whose operands summands would be rounded by themselves."""
+    return replace(product("nk")(call), linear=())
 
 
 def matmul(call: WholeCall) -> OperationRow:
@@ -210,18 +228,6 @@ def recurrent(call: WholeCall) -> OperationRow:
 # -- by index
 
 
-def embedding(call: WholeCall) -> OperationRow:
-    """``embedding(weight, ids)``: columns, and the ids."""
-    weight, ids = call.shapes
-    lead = [f"i{i}" for i in range(len(ids))]
-    return OperationRow((named("_ d", weight), named(lead, ids)), (named([*lead, "d"], call.results[0]),), linear=((0,),))
-
-
-def one_hot(call: WholeCall) -> OperationRow:
-    dims = letters(call.shapes[0])
-    return OperationRow((dims,), ((*dims, (("", call.results[0][-1]),)),))
-
-
 def gather(call: WholeCall) -> OperationRow:
     x, index = call.shapes
     dim = call.dim()
@@ -308,23 +314,6 @@ def index_add(call: WholeCall) -> OperationRow:
 # -- losses and experts
 
 
-def cross_entropy_sum(call: WholeCall) -> OperationRow:
-    tokens = [f"t{i}" for i in range(len(call.shapes[1]))]
-    return OperationRow(
-        (named([*tokens, "_"], call.shapes[0]), named(tokens, call.shapes[1])), ((),), dict.fromkeys(tokens, "sum")
-    )
-
-
-def count_valid(call: WholeCall) -> OperationRow:
-    tokens = [f"t{i}" for i in range(len(call.shapes[0]))]
-    return OperationRow((named(tokens, call.shapes[0]),), ((),), dict.fromkeys(tokens, "sum"))
-
-
-def ctc_losses(call: WholeCall) -> OperationRow:
-    words = ("_ n _", "n _", "n", "n")
-    return OperationRow(tuple(named(w, s) for w, s in zip(words, call.shapes, strict=True)), (named("n", call.results[0]),))
-
-
 def local_mean(call: WholeCall) -> OperationRow:
     """The mean over the examples of one rank: shards of examples give another result than the whole, as the user asked for."""
     dims = call.get("1", ())
@@ -358,8 +347,8 @@ def moe_experts(call: WholeCall) -> OperationRow:
 
 
 ROWS: Rows = {
-    "aten.linear": linear,
-    "ap.linear_kn": linear_kn,
+    "aten.linear": product("nk"),
+    "ap.linear_kn": product("kn"),
     "ap.linear_float8_dynamic": linear_float8,
     **aten("mm bmm matmul mv dot", matmul),
     **aten("addmm baddbmm", addmm),
@@ -376,7 +365,7 @@ ROWS: Rows = {
     **aten("grid_sampler grid_sampler_2d grid_sampler_3d", grid_sampler),
     **aten("lstm gru rnn_tanh rnn_relu", recurrent),
     "aten.embedding": embedding,
-    "aten.one_hot": one_hot,
+    "aten.one_hot": spelled("d* -> d* _"),
     "aten.gather": gather,
     "aten.index_select": index_select,
     "aten.index": indexed,
@@ -386,8 +375,8 @@ ROWS: Rows = {
     "aten.scatter_add": scatter(added=True),
     "aten.index_add": index_add,
     "ap.cross_entropy_sum": cross_entropy_sum,
-    "ap.count_valid": count_valid,
-    "ap.ctc_losses": ctc_losses,
+    "ap.count_valid": spelled("t* ->"),
+    "ap.ctc_losses": spelled("_ n _, n _, n, n -> n"),
     "ap.moe_experts": moe_experts,
     "ap.expert_capacity": lambda call: without(lambda c: (-2, -1))(call),
 }
