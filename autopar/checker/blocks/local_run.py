@@ -56,7 +56,9 @@ def run(
     if fused and name == "scaled_dot_product_attention" and not kwargs.get("dropout_p") and len(args) < 5:
         return (_attention(*args[:4], **kwargs),)
     result = packet(*args, **kwargs)
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    found = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    # a view that is made under no_grad of a leaf says that it requires a gradient, and has none
+    return found if torch.is_grad_enabled() else tuple(x.detach() for x in found)
 
 
 # -- functions of the runtime: what shapes, dtypes and saved tensors theirs have
