@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.by_hand import layers
 from support.by_hand.cases import CASES
 from support.by_hand.differences import wrong_gradients
 from support.by_hand.layers import MESH
 from support.harness.rank_pool import RankPool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
@@ -50,13 +52,37 @@ def test_only_a_vocabulary_that_is_cut_is_assumed() -> None:
     assert {name for name in CASES if verdict(name).assumed and not CASES[name].says} == {"language", "head"}
 
 
+@pytest.mark.parametrize("name", ["layer", "tokens cut", "language", "10 right", "11 right", "shared key"])
+@pytest.mark.parametrize("times", [0, 2])
+def test_every_sum_counts(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sum over ranks that is left out, or made twice, is found, whichever it is."""
+    plain, calls = dist.all_reduce, 0
+
+    def changed(x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, which: int = -1) -> None:
+        nonlocal calls
+        calls += 1
+        for _ in range(times if calls - 1 == which and (op == dist.ReduceOp.SUM or not times) else 1):
+            plain(x, op, group=group)
+
+    def factory(which: int) -> Any:
+        nonlocal calls
+        calls = 0
+        monkeypatch.setattr(dist, "all_reduce", partial(changed, which=which))
+        return CASES[name].factory()
+
+    assert not check_module(partial(factory, -1), MESH, fake_group).wrong
+    maxima = {"language": 1}.get(name, 0) if times else 0  # the maximum of what is equal is itself
+    found = [check_module(partial(factory, which), MESH, fake_group).wrong for which in range(calls)]
+    assert [bool(each) for each in found].count(False) == maxima, found
+
+
 def test_more_ranks_than_are_run() -> None:
     """Of an axis of 16 ranks three are run, and a loss that only the last one has is found."""
 
     def factory() -> Any:
-        group = torch.distributed.new_group(list(range(16)))
+        group = dist.new_group(list(range(16)))
         module = layers.Loss(nn.Linear(layers.WIDTH, layers.WIDTH))
-        scale = 2.0 if torch.distributed.get_rank() == 15 else 1.0
+        scale = 2.0 if dist.get_rank() == 15 else 1.0
         return Scaled(module, group, scale), {name: torch.randn(4, 2, layers.WIDTH) for name in ("x", "target")}
 
     found = check_module(factory, {"tp": 16}, fake_group)
@@ -68,7 +94,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.body, self.group, self.scale = body, group, scale
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return self.body(x, target) * self.scale
 
 
