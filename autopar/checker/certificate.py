@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.checker import conversions
 from autopar.checker.memory import stage_bounds
-from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions
+from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions, unrolled
 from autopar.checker.program import ProgramProof
 from autopar.checker.shards import NotProven
 from autopar.checker.text import ProgramText, read_program
@@ -24,6 +24,8 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 
 FORMAT = 1
+WINDOWS = 4
+"""Of a schedule that is never drained, so many are played: each beside the one before and the one after it."""
 ALWAYS = (
     "torch's operations, autograd and the collectives of the backend compute what they document",
     "the runtime adds up gradients over data ranks and micro-batches once (FSDP2, or its buckets), and losses of micro-batches",
@@ -169,7 +171,9 @@ def _order(program: ProgramText, proof: ProgramProof, stages: list[list[Step]]) 
         raise NotProven(line, f"the schedule has {len(stages)} stages, the plan {planned.stages}")
     versions = int(program.program.flags.get("weight_versions", 1))
     if versions > 1:
-        return {}, [(line, "the window of a schedule with two weight versions repeats without waiting")]
+        windows = unrolled(stages, proof.micro_batches, WINDOWS)
+        found = ScheduleProof(windows, len(program.chunks), proof.micro_batches * WINDOWS, line).check()
+        return found, [(line, "the runtime computes each batch forward and backward with one of two versions of the weights")]
     found = ScheduleProof(stages, len(program.chunks), proof.micro_batches, line).check()
     state_actions(stages, line)
     if proof.candidate.mesh.size_of(DATA_AXIS) > 1:

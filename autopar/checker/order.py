@@ -192,6 +192,24 @@ class ScheduleProof:
             own.append(message)
 
 
+def unrolled(stages: Sequence[Sequence[Step]], parts: int, windows: int) -> list[list[Step]]:
+    """Windows of a schedule that is never drained, one after the other, the first filled and the last one drained. In a window an
+    action that stands before the forward of its micro-batch is of the window before; so each action waits for those of its own
+    window and of the ones beside it alone, and what holds of all pairs of neighbours holds of any number of windows."""
+    out = []
+    for steps in stages:
+        forward = {(step.chunk, step.part): index for index, step in enumerate(steps) if step.kind == "F"}
+        line: list[Step] = []
+        for window in range(windows + 1):
+            for index, step in enumerate(steps):
+                own = step.kind.endswith("F") or index > forward.get((step.chunk, step.part), -1)
+                number = step.part + parts * (window if own else window - 1)
+                if step.part >= 0 and 0 <= number < parts * windows:
+                    line.append(Step(step.chunk, step.kind, number))
+        out.append(line)
+    return out
+
+
 def state_actions(stages: Sequence[Sequence[Step]], line: int) -> None:
     """Gradients are reduced after the last backward of a chunk; weights that were gathered are there for all its actions."""
     for stage, steps in enumerate(stages):

@@ -6,11 +6,12 @@ from random import Random
 
 import pytest
 
-from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions
+from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions, unrolled
 from autopar.checker.shards import NotProven
 from autopar.ir.plan import Pipeline
 from autopar.schedules.communicate import with_communication
 from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.weight_versions import weight_version_window, window_with_transfers
 
 SCHEDULES = [
     (Pipeline(stages, virtual, schedule), parts)
@@ -61,6 +62,28 @@ def test_changed_schedules(pipeline: Pipeline, parts: int) -> None:
             continue  # which `certificate` counts
         with pytest.raises(NotProven):
             prove(changed, pipeline, parts)
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 2), (2, 4), (4, 4), (4, 9)])
+def test_windows_of_two_weight_versions(stages: int, parts: int) -> None:
+    """A schedule that is never drained; where an action is left out, or two forwards change places, it is refused."""
+    window = window_with_transfers(weight_version_window(stages, parts))
+    plain = read_schedule([" ".join(map(str, rank)) for rank in window.ranks], 0)
+
+    def proven(lines: list[list[Step]]) -> bool:
+        try:
+            return ScheduleProof(unrolled(lines, parts, 4), stages, 4 * parts, 0).check()["messages"] > 0
+        except NotProven:
+            return False
+
+    assert proven(plain)
+    for stage, steps in enumerate(plain):
+        for index in range(len(steps)):
+            assert not proven([*plain[:stage], [*steps[:index], *steps[index + 1 :]], *plain[stage + 1 :]])
+    first = plain[0]
+    forwards = [index for index, step in enumerate(first) if step.kind == "F"]
+    first[forwards[0]], first[forwards[1]] = first[forwards[1]], first[forwards[0]]  # nothing has made what is sent between them
+    assert not proven(plain)
 
 
 def test_circles_and_crossed_messages() -> None:
