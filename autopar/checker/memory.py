@@ -25,13 +25,9 @@ from autopar.checker.order import Step
 from autopar.checker.program import ProgramProof
 from autopar.checker.reader import AxisName, PlacedTensor
 from autopar.checker.rows.operation_call import tensors_of
-from autopar.checker.text import BlockText, CallsText, ParameterText
+from autopar.checker.state_bytes import BYTES, StateBytes
+from autopar.checker.text import BlockText
 from autopar.ir.dims import shape_at
-from autopar.ir.mesh import DATA_AXIS
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
-"""Of all other dtypes 8."""
-_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +174,12 @@ def stage_bounds(proof: ProgramProof, stages: Sequence[Sequence[Step]], optimize
 
     held = [_Chunk.of(proof.blocks.result.calls.get(f"{chunk.name}.forward", []), of) for chunk in chunks]
     counted = _Chunk.of(proof.blocks.result.calls.get(f"{proof.text.program.name}.count", []), of)
-    batch = sum(prod(shape_at(x.shape, proof.candidate.batch)) * _BYTES.get(x.dtype, 8) for x in proof.graph.inputs)
+    batch = sum(prod(shape_at(x.shape, proof.candidate.batch)) * BYTES.get(x.dtype, 8) for x in proof.graph.inputs)
     out = []
     for stage in range(max(1, len(stages))):
         own = [number for number in range(len(chunks)) if homes.get(number, 0) == stage]
         steps = stages[stage] if stages else [Step(0, "F", 0), Step(0, "B", 0)]
-        state = _State.of(proof, [chunks[number] for number in own], optimizer)
+        state = StateBytes.of(proof, [chunks[number] for number in own], optimizer)
         most = max(_play(steps, held), counted.forward)
         # each rank has the whole batch as the user passes it, and its own part
         out.append(StageBound(state.stored, 2 * batch, max(most + state.moving, state.update)))
@@ -246,76 +242,3 @@ def _play(steps: Sequence[Step], chunks: Sequence[_Chunk]) -> int:
             flying[step.chunk] -= 1
             waiting[step.chunk] += (step.chunk, step.part) in halves
     return most
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """`stored`: parameters, buffers, gradients, optimizer state. `moving`: gathered weights, and buffers in which weights are
-    gathered and gradients reduced. `update`: the optimizer's temporaries."""
-
-    stored: int
-    moving: int
-    update: int
-
-    @staticmethod
-    def of(proof: ProgramProof, chunks: Sequence[CallsText], optimizer: str) -> _State:
-        ranks = proof.candidate.zero_group or proof.candidate.mesh.size_of(DATA_AXIS)
-        data = proof.candidate.mesh.size_of(DATA_AXIS)
-        compute = _BYTES.get(proof.candidate.precision.compute, 8)
-        moments = _MOMENTS.get(optimizer, 2)
-        stored = always = update = 0
-        transient, flat, reduced, largest = [0], [0], [0], 0
-        for text, prefix in _blocks(proof, chunks):
-            gathered = block_gradients = 0
-            zero = int(text.flags.get("zero", 0))
-            for each, whole, share, unit in _parameters(proof, text, prefix, ranks):
-                if each.buffer:
-                    stored += whole
-                    continue
-                elements = whole // unit
-                sharded = zero > 0 and ranks > 1
-                mine = share if sharded else whole
-                gathered += elements * compute if sharded or unit != compute else 0
-                stored += mine * (2 + moments if each.trainable else 1)
-                if each.trainable:
-                    block_gradients += elements * max(unit, compute)
-                    update += mine
-                    largest = max(largest, mine)
-                    # unreduced until the last micro-batch; or the buffer of the bucket, which is used again
-                    stored += whole if zero == 1 and proof.micro_batches > 1 else 0
-                    stored += whole if not sharded and data > 1 else 0
-            always += 0 if zero == 3 else gathered
-            transient.append(gathered if zero == 3 else 0)
-            flat.append(gathered)
-            reduced.append(block_gradients)
-        # of the block that runs and the next one: weights, the buffers that they come in, and those that gradients leave in
-        moving = always + sum(sum(sorted(each)[-2:]) for each in (transient, flat, reduced))
-        return _State(stored, moving, max(update, 2 * largest))
-
-
-def _blocks(proof: ProgramProof, chunks: Sequence[CallsText]) -> Iterator[tuple[BlockText, dict[str, str]]]:
-    """Each block of a stage with the original names of its parameters, a shared one once."""
-    seen = set[str]()
-    for chunk in chunks:
-        for instance in (each for group in chunk.instances.values() for each in group):
-            text = proof.text.blocks[instance.block]
-            names = {each.path: instance.name_of(each.path) for each in text.stored}
-            yield text, {path: name for path, name in names.items() if name not in seen}
-            seen.update(names.values())
-
-
-def _parameters(
-    proof: ProgramProof, text: BlockText, names: Mapping[str, str], ranks: int
-) -> Iterator[tuple[ParameterText, int, int, int]]:
-    """Each parameter of a block with the bytes of what model axes leave of it, of a data rank's share of that (of the first
-    dimension that divides; of the first one, rounded up; or all), and of an element."""
-    for stored in text.stored:
-        if stored.path in names:
-            kinds = proof.interface.stored_kinds(stored.shape, stored.places, text.line)
-            local = proof.axes.local_shape(tuple(stored.shape), kinds) or stored.shape
-            unit, elements = _BYTES.get(stored.dtype, 8), prod(local)
-            if any(size and size % ranks == 0 for size in local):
-                share = elements // ranks
-            else:
-                share = -(-local[0] // ranks) * prod(local[1:]) if local and local[0] == stored.shape[0] else elements
-            yield stored, elements * unit, share * unit, unit

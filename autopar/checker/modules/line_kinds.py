@@ -15,8 +15,9 @@ from autopar.checker.modules.values import VARYING, RankDifference, RankValue, c
 from autopar.checker.rows import table
 from autopar.checker.rows.carry import Dims, NotCarried, OperationRow, carry
 from autopar.checker.rows.elements import Rows, along, aten, letters, pointwise, reduction, redundant
+from autopar.checker.rows.indexing import index_put
 from autopar.checker.rows.operation_call import WholeCall
-from autopar.checker.rows.products import index_put, named, spelled
+from autopar.checker.rows.products import named, spelled
 from autopar.checker.shards import PARTIAL, REPLICATED, Axes, Cut, Kind, Shape, words_of
 
 _BLOCKS = frozenset(f"aten.{name}" for name in words_of("slice split split_with_sizes chunk cat slice_scatter slice_backward"))

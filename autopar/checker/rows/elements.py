@@ -1,11 +1,10 @@
-"""Rows of operations on elements: pointwise, reductions along dimensions, views, factories."""
+"""Rows of operations on elements: pointwise, reductions along dimensions, factories."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 
-from autopar.checker.rows.carry import Dim, Dims, OperationRow, plain
+from autopar.checker.rows.carry import Dims, OperationRow, plain
 from autopar.checker.rows.operation_call import WholeCall
 from autopar.checker.shards import Shape
 
@@ -101,7 +100,7 @@ def without(dims: Callable[[WholeCall], Sequence[int]], linear: bool = False) ->
 
     def row(call: WholeCall) -> OperationRow:
         whole = tuple(each % len(call.shapes[0]) for each in dims(call))
-        operands = (letters(call.shapes[0], without=whole), *(_never(shape) for shape in call.shapes[1:]))
+        operands = (letters(call.shapes[0], without=whole), *(never(shape) for shape in call.shapes[1:]))
         return OperationRow(
             operands, tuple(letters(shape, without=whole) for shape in call.results), linear=((0,),) if linear else ()
         )
@@ -109,115 +108,13 @@ def without(dims: Callable[[WholeCall], Sequence[int]], linear: bool = False) ->
     return row
 
 
-def _never(shape: Shape) -> Dims:
+def never(shape: Shape) -> Dims:
     return plain([""] * len(shape), shape)
 
 
 def redundant(call: WholeCall) -> OperationRow:
     """Every rank computes it whole."""
-    return OperationRow(tuple(map(_never, call.shapes)), tuple(map(_never, call.results)))
-
-
-def permuted(order: Callable[[WholeCall], Sequence[int]]) -> Callable[[WholeCall], OperationRow]:
-    def row(call: WholeCall) -> OperationRow:
-        dims = letters(call.shapes[0])
-        return OperationRow((dims,), (tuple(dims[i] for i in order(call)),), linear=((0,),))
-
-    return row
-
-
-def _swapped(one: str | int, two: str | int) -> Callable[[WholeCall], list[int]]:
-    def order(call: WholeCall) -> list[int]:
-        rank = len(call.shapes[0])
-        a, b = ((call.dim(each) if isinstance(each, str) else each) for each in (one, two))
-        out = list(range(rank))
-        if rank > 1:
-            out[a], out[b] = out[b], out[a]
-        return out
-
-    return order
-
-
-def reshape(call: WholeCall) -> OperationRow:
-    """The flat index stays: both shapes as factors between all places where the products of their sizes meet or nest."""
-    whole = prod(call.shapes[0])
-    if whole == 0:
-        return redundant(call)
-    places = sorted({*_places(call.shapes[0]), *_places(call.results[0])})
-    if any(b % a for a, b in zip(places, places[1:], strict=False)):
-        places = sorted({*_places(call.shapes[0])} & {*_places(call.results[0])})
-    return OperationRow((_between(call.shapes[0], places),), (_between(call.results[0], places),), linear=((0,),))
-
-
-def _places(shape: Shape) -> Iterator[int]:
-    below = 1
-    yield below
-    for size in reversed(shape):
-        below *= size
-        yield below
-
-
-def _between(shape: Shape, places: Sequence[int]) -> Dims:
-    """Each dimension as the factors that lie within it; one that has places of the other shape only in part is never cut."""
-    out: list[Dim] = []
-    below = prod(shape)
-    for size in shape:
-        above, below = below, below // size
-        inside = [place for place in places if below <= place <= above]
-        factors = [(f"f{a}", b // a) for a, b in zip(inside, inside[1:], strict=False)][::-1]
-        complete = inside and inside[0] == below and inside[-1] == above
-        out.append(tuple(factors) if factors and complete else (("", size),))
-    return tuple(out)
-
-
-def part_of_dim(call: WholeCall) -> OperationRow:
-    """``slice split chunk narrow``: runs of all ranks end where parts do (`whole_runs` in `local_arguments`)."""
-    dim = call.dim(default=0)
-    results = tuple(plain([f"d{i}" for i in range(len(shape))], shape) for shape in call.results)
-    if call.get("step", 1) != 1:
-        return without(lambda _: (dim,), linear=True)(call)
-    return OperationRow((letters(call.shapes[0]),), results, linear=((0,),))
-
-
-def selected(call: WholeCall) -> OperationRow:
-    """``select unbind``: the dimension goes."""
-    dim = call.dim(default=0)
-    dims = letters(call.shapes[0], without=(dim,))
-    return OperationRow((dims,), (dims[:dim] + dims[dim + 1 :],) * len(call.results), linear=((0,),))
-
-
-def concatenated(call: WholeCall) -> OperationRow:
-    rank = len(call.results[0])
-    operands = tuple(letters(shape) if len(shape) == rank else _never(shape) for shape in call.shapes)
-    return OperationRow(operands, (letters(call.results[0]),), linear=(tuple(range(len(operands))),))
-
-
-def stacked(call: WholeCall) -> OperationRow:
-    dim = call.dim(default=0, rank=len(call.results[0]))
-    dims = letters(call.shapes[0])
-    result = (*dims[:dim], (("", len(call.shapes)),), *dims[dim:])
-    return OperationRow((dims,) * len(call.shapes), (result,), linear=(tuple(range(len(call.shapes))),))
-
-
-def repeated(call: WholeCall) -> OperationRow:
-    """``repeat``: copies are a major factor."""
-    result = call.results[0]
-    offset = len(result) - len(call.shapes[0])
-    dims = letters(call.shapes[0], f"x{offset}_")
-    made = [((("", size),) if i < offset else (("", size // max(1, call.shapes[0][i - offset])), *dims[i - offset]))
-            for i, size in enumerate(result)]  # fmt: skip
-    return OperationRow((dims,), (tuple(made),), linear=((0,),))
-
-
-def interleaved(call: WholeCall) -> OperationRow:
-    """``repeat_interleave`` by a number: copies are a minor factor."""
-    times = call.get("repeats")
-    if len(call.shapes) > 1 or not isinstance(times, int) or call.get("dim") is None:
-        return redundant(call)
-    dim, dims = call.dim(), letters(call.shapes[0])
-    return OperationRow(
-        (dims,), (tuple((*each, ("", times)) if i == dim else each for i, each in enumerate(dims)),), linear=((0,),)
-    )
+    return OperationRow(tuple(map(never, call.shapes)), tuple(map(never, call.results)))
 
 
 def padded(call: WholeCall) -> OperationRow:
@@ -232,46 +129,17 @@ def padded(call: WholeCall) -> OperationRow:
     return without(lambda _: whole, linear=zeros)(call)
 
 
-def halves(call: WholeCall) -> OperationRow:
-    """``glu``: a dimension is two halves."""
-    dim, dims = call.dim(), letters(call.results[0])
-    return OperationRow((tuple((("", 2), *each) if i == dim else each for i, each in enumerate(dims)),), (dims,))
-
-
-def pairs(call: WholeCall) -> OperationRow:
-    """``view_as_complex view_as_real``."""
-    names = letters(min(call.shapes[0], call.results[0], key=len))
-    longer = (*names, (("", 2),))
-    sides = (names, longer) if len(call.shapes[0]) < len(call.results[0]) else (longer, names)
-    return OperationRow((sides[0],), (sides[1],), linear=((0,),))
-
-
-def diagonal(call: WholeCall) -> OperationRow:
-    given = (call.dim("dim1", 0), call.dim("dim2", 1))
-    dims = letters(call.shapes[0], without=given)
-    kept = [each for i, each in enumerate(dims) if i not in given]
-    return OperationRow((dims,), ((*kept, (("", call.results[0][-1]),)),), linear=((0,),))
-
-
-def windows(call: WholeCall) -> OperationRow:
-    """``unfold``."""
-    dim = call.dim("dimension")
-    dims = letters(call.shapes[0], without=(dim,))
-    made = [(("", call.results[0][i]),) if i == dim else each for i, each in enumerate(dims)]
-    return OperationRow((dims,), ((*made, (("", call.results[0][-1]),)),), linear=((0,),))
-
-
 def histogram(call: WholeCall) -> OperationRow:
     """``histc`` within given bounds: counts add up. Else the bounds are those of the data."""
     if call.get("min", 0) == call.get("max", 0):
         return redundant(call)
     dims = letters(call.shapes[0])
-    return OperationRow((dims,), (_never(call.results[0]),), {f"d{i}": "sum" for i in range(len(dims))})
+    return OperationRow((dims,), (never(call.results[0]),), {f"d{i}": "sum" for i in range(len(dims))})
 
 
 def factory(call: WholeCall) -> OperationRow:
     """Tensors of one number: any axis may cut them. An operand only lends its dtype."""
-    return OperationRow(tuple(map(_never, call.shapes)), (letters(call.results[0]),), new=frozenset(f"d{i}" for i in range(9)))
+    return OperationRow(tuple(map(never, call.shapes)), (letters(call.results[0]),), new=frozenset(f"d{i}" for i in range(9)))
 
 
 def pointwise_loss(call: WholeCall) -> OperationRow:
@@ -309,25 +177,11 @@ ROWS: Rows = {
     **aten("softmax log_softmax topk sort argsort cumprod", along()),
     "aten.cumsum": along(linear=True),
     "aten.diff": along(linear=True),
-    "aten.permute": permuted(lambda call: call.dims("dims")),
-    "aten.transpose": permuted(_swapped("dim0", "dim1")),
-    "aten.t": permuted(_swapped(0, 1)),
-    **aten("reshape squeeze unsqueeze", reshape),
-    **aten("slice split split_with_sizes chunk", part_of_dim),
-    **aten("select unbind", selected),
-    "aten.cat": concatenated,
-    "aten.stack": stacked,
-    "aten.repeat": repeated,
-    "aten.repeat_interleave": interleaved,
     "aten.flip": without(lambda call: call.dims("dims"), linear=True),
     "aten.roll": without(lambda call: call.dims("dims"), linear=True),
     **aten("pad constant_pad_nd", padded),
     **{f"aten.{kind}_pad{n}d": padded for kind in ("reflection", "replication") for n in (1, 2, 3)},
     **aten("tril triu", without(lambda _: (-2, -1), linear=True)),
-    "aten.glu": halves,
-    **aten("view_as_complex view_as_real", pairs),
-    "aten.diagonal": diagonal,
-    "aten.unfold": windows,
     **aten("zeros ones full empty new_zeros new_ones new_full new_empty", factory),
     **aten("mse_loss l1_loss smooth_l1_loss huber_loss kl_div", pointwise_loss),
     **aten("binary_cross_entropy binary_cross_entropy_with_logits", pointwise_loss),

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.checker.captured import CapturedOperation
-from autopar.checker.rows import elements, images, products
+from autopar.checker.rows import elements, images, indexing, products, views
 from autopar.checker.rows.carry import OperationRow
 from autopar.checker.rows.elements import redundant as redundant
 from autopar.checker.rows.lemmas import SAME as SAME
 from autopar.checker.rows.operation_call import WholeCall, bind
 from autopar.checker.shards import words_of
 
-ROWS = {**elements.ROWS, **products.ROWS, **images.ROWS}
+ROWS = {**elements.ROWS, **views.ROWS, **products.ROWS, **indexing.ROWS, **images.ROWS}
 DETERMINISTIC = frozenset(("ap.constant", "ap.linear_float8_dynamic"))
 ASSUMED = {
     "ap.linear_float8_dynamic": "shards are scaled by their own maxima, so that float8 rounds them otherwise than the whole",
