@@ -153,7 +153,7 @@ class _Run:
         for block in root.blocks():  # type: ignore[operator,union-attr]
             for spec in block.specs:
                 old = getattr(block, spec.attribute)
-                kinds = self.proof.stored_kinds(spec.shape, spec.placements, 0)
+                kinds = self.proof.interface.stored_kinds(spec.shape, spec.placements, 0)
                 with self.spmd.no_typecheck():
                     new = torch.zeros(old.shape, dtype=old.dtype)
                     held = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
