@@ -62,7 +62,8 @@ def schema_of(op: str) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
         return None
     try:
         found = getattr(getattr(torch.ops, namespace), name)
-        schema = getattr(found, overload[0] if overload else "default")._schema
+        usual = "memory_format" if name == "empty" else "default"  # `empty` has no default
+        schema = getattr(found, overload[0] if overload else usual)._schema
     except (AttributeError, RuntimeError):
         return None
     arguments = schema.arguments
