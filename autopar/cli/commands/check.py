@@ -1,5 +1,5 @@
-"""``autopar check`` proves that a program computes what its model does, without running it; ``autopar check-module`` finds the line of
-a module parallelised by hand whose result or gradient has the wrong kind."""
+"""``autopar check``: proves, without running it, that a program computes what its model does; and ``autopar check-module``: finds
+the wrong line of a module that was parallelised by hand."""
 
 from __future__ import annotations
 
