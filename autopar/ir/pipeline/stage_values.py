@@ -44,12 +44,11 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
     blocks = {block.name: block for block in graph.blocks}
     written = written_buffers(graph)
     makers = {name: (index, slot) for index, call in enumerate(graph.calls) for slot, name in enumerate(call.outputs)}
-    given = {value.name for value in graph.inputs}
     found: dict[str, dict[int, set[str]] | None] = {}
 
     def needs(name: str) -> dict[int, set[str]] | None:
         """The nodes of each call that compute a value; None where it is not repeatable."""
-        if name in given:
+        if name not in makers:  # an input of the batch, or a total over its micro-batches: every rank has them
             return {}
         if name not in found:
             found[name] = None

@@ -79,6 +79,24 @@ class Frozen(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Weighted(nn.Module):
+    """Weights of tokens over their sum in the batch, made before the layers and read after them: a total of all micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        known = (input_ids > 3).to(self.head.weight.dtype)
+        weights = known / known.sum()
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        losses = F.cross_entropy(self.head(x).flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
+
+
 class Normal(nn.Module):
     """Layers with batch norm, whose buffers the forward writes: exact in one micro-batch."""
 
@@ -106,6 +124,7 @@ def odd(kind: str) -> tuple[Prepared, Record]:
         "head": lambda: Frozen(4, 4, True),
         "named": Named,
         "bn": Normal,
+        "weighted": Weighted,
     }[kind]().double()
     given = named() if kind == "named" else token_batch(16)
     graph = capture(model, (), given)
@@ -138,6 +157,11 @@ def test_odd_models(ranks: RankPool) -> None:
         ranks,
         2,
     )
+
+
+def test_values_made_of_a_total_over_micro_batches(ranks: RankPool) -> None:
+    """Sent to the last stage, and computed there again (TimeSeriesTransformer's scale ended in a stack)."""
+    check_jobs([strange("weighted", Pipeline(2), repeated=repeated) for repeated in (False, True)], ranks, 2)
 
 
 @pytest.mark.slow
