@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
 from support.harness.rank_pool import RankPool
@@ -17,7 +18,9 @@ from support.models.small_models import VOCABULARY, make, make_case
 from support.plans.sequence_sharding import sequence_plan
 from torch import Tensor
 
+import autopar
 from autopar.capture import capture
+from autopar.errors import AutoparError
 from autopar.program.build import program_text
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
@@ -88,3 +91,33 @@ def test_packed_padded_and_one_by_one_have_one_loss() -> None:
         one_by_one = sum(alone) / sum(len(ids) - 1 for ids in documents)
         losses = one_by_one, model(input_ids=padded, attention_mask=mask, labels=labels).loss.item()
         assert losses == (pytest.approx(model(**batch).loss.item(), rel=1e-12),) * 2
+
+
+def bad_batches(force: str) -> list[str]:
+    """On a rank: what is said of batches that do not fit together, and that training goes on after each."""
+    model, _ = make_case(families()["llama"], torch.float64, 4)
+    batch = packed_batch()
+    parallel = autopar.parallelize(model, "local:2", batch, force=force, cache=False)
+    right = parallel(**batch).loss.item()
+    own = 24 - 4 * dist.get_rank()
+    bad = (
+        batch | {"position_ids": batch["position_ids"][:, :-1]},  # lengths that do not add up to the tokens
+        {name: tensor[:, :own] for name, tensor in batch.items()},  # other lengths on other ranks
+        {name: tensor[:, :0] for name, tensor in batch.items()},  # no tokens
+    )
+    said = []
+    for each in bad:
+        with pytest.raises(AutoparError, match=r"^[^\n]+$") as caught:
+            parallel(**each)
+        said.append(str(caught.value))
+        assert parallel(**batch).loss.item() == right
+    long = {name: torch.cat([tensor, tensor], 1) for name, tensor in batch.items()}  # longer than the rows of the example
+    assert parallel(**long).loss.item() == pytest.approx(right, rel=1e-6)  # llama computes its loss in float32
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", ["dp=2", "tp=2"])
+def test_batches_that_do_not_fit_together_are_one_line(force: str, ranks: RankPool) -> None:
+    for said in ranks.run(bad_batches, force, world=2, timeout=120):
+        assert "23" in said[0] and "call it alike on every rank" in said[1] and "0 elements" in said[2]
