@@ -221,6 +221,10 @@ def none():
 
 def number():
     return 3
+
+
+def broken():
+    yield from open("nowhere")
 """
 
 
@@ -240,7 +244,13 @@ def test_lengths_of_the_data_are_what_plans_take(
 
 
 @pytest.mark.parametrize(
-    ("loader", "words"), [("none", "yield dicts with"), ("number", "another iterable"), ("missing", "has no function 'missing'")]
+    ("loader", "words"),
+    [
+        ("none", "yield dicts with"),
+        ("number", "another iterable"),
+        ("missing", "has no function 'missing'"),
+        ("broken", "No such file"),
+    ],
 )
 def test_data_without_lengths_is_one_line(loader: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data.py").write_text(DATA)

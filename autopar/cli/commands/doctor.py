@@ -51,7 +51,8 @@ def _lengths(arguments: argparse.Namespace, console: Console) -> dict[int, int]:
     except AutoparError:
         raise
     except Exception as error:
-        raise BatchError(f"{arguments.data} failed: {type(error).__name__}: {str(error)[:200].splitlines()[:1]}") from error
+        line = next(iter(str(error)[:200].splitlines()), "")
+        raise BatchError(f"{arguments.data} failed: {type(error).__name__}: {line}") from error
     mean = sum(length * count for length, count in counts.items()) / sum(counts.values())
     console.text(
         f"{sum(counts.values())} documents of {min(counts)} to {max(counts)} tokens, {mean:.4g} on average; a token is in one of "
