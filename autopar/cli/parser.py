@@ -291,6 +291,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
     doctor.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     _batch_dim(doctor)
+    doctor.add_argument("--data", metavar="file.py:loader", help="a function that returns batches, whose lengths are counted")
+    doctor.add_argument("-o", "--output", metavar="lengths.json", help="where to write them, for `autopar plan --lengths`")
     doctor.add_argument("--dtype", default="bf16", help="bf16 (default), float32 or float64: the compute dtype")
 
     dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")

@@ -74,7 +74,15 @@ class DPOTrainer(_ScoredTrainer, trl.DPOTrainer):  # type: ignore[misc, unused-i
             further = {name: each for name, each in options.items() if name not in ("force", "plan")}
             self.ref_model = make_parallel(reference, cluster, self._example(), **further)
             options["beside"] = self.ref_model
+        adapted: Any = model
+        adapters = [name for name in ("default", "ref") if name in getattr(adapted, "peft_config", ())]
+        if len(adapters) > 1:  # trl's copy of an adapter that goes on training, which the first program has to hold
+            adapted.base_model.set_adapter(adapters)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and ".ref." not in name)
         super()._make_parallel(model, cluster, options)
+        if len(adapters) > 1:
+            self.model.set_adapter("default")
 
 
 def _score_tokens(model: Any) -> None:

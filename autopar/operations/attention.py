@@ -18,7 +18,8 @@ from autopar.operations.operation import Operation, Sizes
 
 ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_attention"
 DOCUMENTS = "ap.attention_documents"
-"""Arguments are (q, k, v, query documents, key documents, query positions?, key positions?) and ``scale enable_gqa``."""
+"""Arguments are (q, k, v, query documents, key documents, query positions?, key positions?) and ``scale enable_gqa
+window``."""
 ATTENTION_WITH_WEIGHTS = "aten._scaled_dot_product_attention_math"
 NARROW = 8
 """A window below this fraction of the sequence is assumed to reach no further than the neighbour's shard."""
@@ -179,13 +180,15 @@ def attention_flops(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> flo
     Tokens of a packed sequence see those of their sample alone, of `packed` tokens.
     """
     q, k, v = a[:3]
-    packed = packed_tokens(node)
+    packed, window = packed_tokens(node), argument(node, 99, "window")
+    if node.op == DOCUMENTS and isinstance(window, tuple) and isinstance(window[0], int):
+        length = min(packed or k[-2], k[-2])
+        return float(2 * prod(q[:-1]) * _pairs(length, length, window[0], 0) / length * (q[-1] + v[-1]))
     if packed or node.op == DOCUMENTS:
         shared = 1 if node.op != DOCUMENTS or len(node.args) > 5 else 2  # later keys of the document are hidden, or are not
         return float(shared * prod(q[:-1]) * min(packed or k[-2], k[-2]) * (q[-1] + v[-1]))
     keys = k[-2] * int(argument(node, 99, "parts", 1))  # type: ignore[arg-type]
     causal = argument(node, 5, "is_causal", False) is True
-    window = argument(node, 99, "window")
     if window is not None:
         assert isinstance(window, tuple)
         left, right = window[0], 0 if causal else window[1]

@@ -10,6 +10,7 @@ import pytest
 from support.harness.processor_seconds import processor_seconds
 
 from autopar.cli import main
+from autopar.cost_models.hardware.document_lengths import DocumentLengths
 
 MODEL = """
 import torch
@@ -194,3 +195,65 @@ def test_a_bundled_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "llama-tiny", "--batch", "8"]) == 0
     said = capsys.readouterr().out
     assert "a plan can be made" in said and "captured: " in said
+
+
+DATA = """
+import torch
+
+
+def packed():
+    row = [0, 1, 2, 0, 1, 2, 3, 4]
+    for _ in range(3):
+        yield {"input_ids": torch.zeros(2, 8, dtype=torch.long), "position_ids": torch.tensor([row, list(range(8))])}
+
+
+def padded():
+    return [{"input_ids": torch.ones(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])}]
+
+
+def whole():
+    return [{"input_ids": torch.ones(2, 4)}]
+
+
+def none():
+    return [{"x": torch.ones(2)}]
+
+
+def number():
+    return 3
+
+
+def broken():
+    yield from open("nowhere")
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"), [("packed", {"3": 3, "5": 3, "8": 3}), ("padded", {"2": 1, "3": 1}), ("whole", {"4": 2})]
+)
+def test_lengths_of_the_data_are_what_plans_take(
+    loader: str, expected: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    file = tmp_path / "lengths.json"
+    assert main(["doctor", "mlp", "--json", "--data", f"{tmp_path}/data.py:{loader}", "-o", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["lengths"] == json.loads(file.read_text()) == expected
+    total = sum(int(length) * count for length, count in expected.items())
+    squares = sum(int(length) ** 2 * count for length, count in expected.items())
+    assert DocumentLengths.parse(str(file)).tokens == squares / total
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ("none", "yield dicts with"),
+        ("number", "another iterable"),
+        ("missing", "has no function 'missing'"),
+        ("broken", "No such file"),
+    ],
+)
+def test_data_without_lengths_is_one_line(loader: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.py").write_text(DATA)
+    assert main(["doctor", "mlp", "--data", f"{tmp_path}/data.py:{loader}"]) == 2
+    *before, last = capsys.readouterr().err.strip().splitlines()
+    assert words in last and not any("Traceback" in line for line in before)

@@ -58,19 +58,26 @@ def changed_lines(name: str) -> int:
 # -- on a rank, or in a process of its own
 
 
-def run_before(name: str) -> Result:
-    """On one process. A script that is distributed itself has the group of this process."""
+def run_before(name: str, *changes: tuple[str, str]) -> Result:
+    """On one process, with other text in places. A script that is distributed itself has the group of this process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.init_process_group = lambda *args, **options: None
-    return _run(before(name), name)
+    return _run(_changed(before(name), changes), name)
 
 
-def run_after(name: str, force: str) -> Result:
+def run_after(name: str, force: str, *changes: tuple[str, str]) -> Result:
     os.environ.setdefault("MASTER_ADDR", "localhost")  # torchrun sets it, and accelerate asks for it
     with _forced(force):
-        return _run(after(name), name)
+        return _run(_changed(after(name), changes), name)
+
+
+def _changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
 
 
 def _run(text: str, name: str) -> Result:

@@ -35,6 +35,7 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
     reader, read = MaskReader(flat), dict[str, Conditions | None]()
     joins: dict[str, tuple[Node, ...]] = {}
     documents: dict[str, tuple[Arg, ...]] = {}
+    windows: dict[str, dict[str, Arg]] = {}
     for node in flat.nodes:
         mask = full_arguments(node)[0][3] if node.op == SDPA else None
         if isinstance(mask, Ref) and mask.name not in read:
@@ -42,6 +43,7 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
             form = document_mask(reader, mask.name)
             if form is not None:
                 joins[mask.name], documents[mask.name] = document_operands(reader, producers[mask.name], form)
+                windows[mask.name] = {} if form.window is None else {"window": (form.window, 0)}
             elif found is not None and len(found.others) > 1:
                 joins[mask.name] = _joined(producers[mask.name], found.others, known)
     notes: dict[str, None] = {}
@@ -52,7 +54,8 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
         args, kwargs = full_arguments(node)
         node, mask = replace(node, args=args, kwargs=tuple(kwargs.items())), args[3]
         if isinstance(mask, Ref) and mask.name in documents and _takes_documents(node, known):
-            return replace(node, op=DOCUMENTS, args=(*args[:3], *documents[mask.name]))
+            kwargs |= windows[mask.name]
+            return replace(node, op=DOCUMENTS, args=(*args[:3], *documents[mask.name]), kwargs=tuple(kwargs.items()))
         found = read.get(mask.name) if isinstance(mask, Ref) else None
         if found is not None and isinstance(mask, Ref):
             left = (joins[mask.name][-1].name if mask.name in joins else found.others[0]) if found.others else None

@@ -3,7 +3,7 @@ and that the key does not come after the query.
 
 ``document[row] == document[column]`` of numbers ``[B or 1, S]``, under a causal band or ``position[column] <= position[row]``
 (position ids that restart, as transformers reads them): flex attention with a document mask and transformers' packed batches have
-this form. The numbers become operands of the attention, and no tensor has the size of the scores.
+this form, and a sliding window in either. The numbers become operands of the attention, and no tensor has the size of the scores.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.operations.factories import ARANGE
 _EQUAL = ("aten.eq.Tensor",)
 _AT_MOST = ("aten.le.Tensor",)
 _AT_LEAST = ("aten.ge.Tensor",)
+_BELOW, _ABOVE = ("aten.lt.Tensor",), ("aten.gt.Tensor",)
 _INTEGERS = ("int64", "int32", "bool")
 
 Pair = tuple[str, str]
@@ -28,13 +29,14 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class DocumentMask:
-    """The numbers of documents, and the positions of queries and keys where they are data; else a band by position `causal`. The
-    mask that was read has `rank` dimensions."""
+    """The numbers of documents, and the positions of queries and keys where they are data; else a band by position `causal`, of
+    `window` keys before a query where there is one. The mask that was read has `rank` dimensions."""
 
     documents: Pair
     positions: Pair | None
     causal: bool
     rank: int
+    window: int | None = None
 
 
 def document_mask(reader: MaskReader, name: str) -> DocumentMask | None:
@@ -45,12 +47,26 @@ def document_mask(reader: MaskReader, name: str) -> DocumentMask | None:
         return None
     equal = [pair for leaf in found.others if (pair := _compared(reader, leaf, rank, _EQUAL, ()))]
     ordered = [pair for leaf in found.others if (pair := _compared(reader, leaf, rank, _AT_LEAST, _AT_MOST))]
-    if len(equal) != 1 or len(ordered) > 1 or len(equal) + len(ordered) != len(found.others):
+    windows = [each for leaf in found.others if (each := _window(reader, leaf, rank))]
+    if len(equal) != 1 or len(ordered) > 1 or len(equal) + len(ordered) + len(windows) != len(found.others):
         return None
-    causal = found.band == (None, 0)
-    if not causal and found.band != WHOLE or causal and ordered:
+    window, right = found.band
+    causal = right == 0
+    if not causal and found.band != WHOLE or causal and ordered or any(pair not in ordered for pair, _ in windows):
         return None
-    return DocumentMask(equal[0], ordered[0] if ordered else None, causal, rank)
+    window = min((size for _, size in windows), default=window)
+    return DocumentMask(equal[0], ordered[0] if ordered else None, causal, rank, window)
+
+
+def _window(reader: MaskReader, name: str, rank: int) -> tuple[Pair, int] | None:
+    """Return the positions that a condition ``position[column] > position[row] - size`` compares, and how many keys before its
+    own position a query sees."""
+    pair = _compared(reader, name, rank, _BELOW, _ABOVE)
+    node = reader.producers.get(pair[0]) if pair is not None else None
+    if pair is None or node is None or node.op not in ("aten.sub.Tensor", "aten.sub.Scalar") or len(node.args) != 2:
+        return None
+    row, size = node.args
+    return ((row.name, pair[1]), size - 1) if isinstance(row, Ref) and isinstance(size, int) and size > 0 else None
 
 
 def _without_heads(reader: MaskReader, name: str) -> str:

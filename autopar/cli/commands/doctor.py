@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 
 from autopar.cli.console import Console
+from autopar.errors import AutoparError, BatchError
+from autopar.files import write_whole
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -31,5 +34,30 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.text("not examined: whether lengths of inputs may change")
     verdict = "a plan can be made" if found.can_be_planned else "no plan can be made before what is refused is mended"
     console.text(f"{verdict}{'' if rows else '; nothing is replicated, fixed or slow'}")
-    console.document({"can_be_planned": found.can_be_planned, "findings": [asdict(each) for each in found.findings]})
+    document = {"can_be_planned": found.can_be_planned, "findings": [asdict(each) for each in found.findings]}
+    console.document(document | ({"lengths": _lengths(arguments, console)} if arguments.data else {}))
     return 0 if found.can_be_planned else 1
+
+
+def _lengths(arguments: argparse.Namespace, console: Console) -> dict[int, int]:
+    """Show the lengths of documents in the data, and write them where that is asked for; return how many have each."""
+    from autopar.capture.models import factory_of
+    from autopar.cost_models.hardware.document_lengths import DocumentLengths
+    from autopar.doctor.data_lengths import document_lengths
+
+    loader = factory_of(arguments.data)
+    try:
+        counts = document_lengths(loader())
+    except AutoparError:
+        raise
+    except Exception as error:
+        line = next(iter(str(error)[:200].splitlines()), "")
+        raise BatchError(f"{arguments.data} failed: {type(error).__name__}: {line}") from error
+    mean = sum(length * count for length, count in counts.items()) / sum(counts.values())
+    console.text(
+        f"{sum(counts.values())} documents of {min(counts)} to {max(counts)} tokens, {mean:.4g} on average; a token is in one of "
+        f"{DocumentLengths.parse(counts).tokens:.4g}"
+    )
+    if arguments.output:
+        write_whole(arguments.output, json.dumps(counts) + "\n")
+    return counts

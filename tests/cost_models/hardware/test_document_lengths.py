@@ -42,12 +42,14 @@ def test_a_cluster_keeps_it() -> None:
     assert Cluster.from_dict(cluster.to_dict()).document_lengths == cluster.document_lengths
 
 
-def packed_attention(*, causal: bool = True) -> Block:
+def packed_attention(*, causal: bool = True, window: int | None = None) -> Block:
     b = Builder("Layer")
     q, k, v = (b.input(name, ("B", 8, 1024, 64)) for name in "qkv")
     ids, positions = (b.input(name, ("B", 1024), dtype="int64") for name in ("ids", "positions"))
     more = (positions, positions) if causal else ()
-    return b.block(b.op("ap.attention_documents", q, k, v, ids, ids, *more, shape=("B", 8, 1024, 64), name="attention"))
+    kwargs = {} if window is None else {"window": (window, 0)}
+    made = b.op("ap.attention_documents", q, k, v, ids, ids, *more, shape=("B", 8, 1024, 64), name="attention", **kwargs)
+    return b.block(made)
 
 
 def test_the_work_of_attention_grows_with_the_lengths() -> None:
@@ -55,10 +57,12 @@ def test_the_work_of_attention_grows_with_the_lengths() -> None:
     document on average where later keys are hidden."""
     cluster, mesh = Cluster.parse("dgx-h100:1"), Mesh((Axis("dp", 8),))
 
-    def flops(tokens: float, causal: bool = True) -> float:
+    def flops(tokens: float, causal: bool = True, window: int | None = None) -> float:
         told = replace(cluster, document_lengths=DocumentLengths(tokens))
-        return BlockCosts(packed_attention(causal=causal), mesh, 8, told).profile("attention").forward_flops
+        return BlockCosts(packed_attention(causal=causal, window=window), mesh, 8, told).profile("attention").forward_flops
 
     whole = 2 * 8 * 8 * 1024 * 1024 * (64 + 64)
     assert flops(0) == whole / 2 and flops(256) == whole / 8 and flops(5000) == whole / 2
+    seen = sum(min(place, 31) + 1 for place in range(256)) / 256
+    assert flops(256, window=31) == pytest.approx(whole * seen / 1024)
     assert flops(0, causal=False) == whole and flops(256, causal=False) == whole / 4

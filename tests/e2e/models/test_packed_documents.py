@@ -7,16 +7,20 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.models.lift_casts import LiftedCasts, lift_graph
-from support.models.small_models import VOCABULARY, make
+from support.models.model_families import families
+from support.models.small_models import VOCABULARY, make, make_case
 from support.plans.sequence_sharding import sequence_plan
 from torch import Tensor
 
+import autopar
 from autopar.capture import capture
+from autopar.errors import AutoparError
 from autopar.program.build import program_text
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
@@ -33,12 +37,12 @@ def packed_batch(rows: tuple[tuple[int, ...], ...] = LENGTHS) -> dict[str, Tenso
 
 @cache
 def packed(name: str) -> Prepared:
-    model, _ = make(name, torch.float64, 4)
+    model, _ = make_case(families()[name], torch.float64, 4)
     batch = packed_batch()
     graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
     assert {node.op for block in graph.blocks for node in block.nodes if "attention" in node.op} == {"ap.attention_documents"}
     shapes = [value.shape for block in graph.blocks for value in block.values().values()]
-    assert not any(shape[-2:] == (24, 24) for shape in shapes)
+    assert not any(len(shape) > 3 and shape[-2:] == (24, 24) for shape in shapes)
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in graph.parameters()}
     return Prepared(name, graph, state, batch, reference(model, batch, True))
@@ -53,21 +57,25 @@ def check(ranks: RankPool, name: str, texts: list[str], world: int) -> None:
             assert not wrong, f"{name}, rank {rank}: {wrong[:5]}\n{text}"
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+FURTHER = ("qwen3", "mistral", "gemma3", "mixtral", "deepseek_v3")
+"""With normed heads, a sliding window, one in every other layer, experts, and latent attention whose values are narrower."""
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in FURTHER)])
 def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
     prepared = packed(name)
     forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
     check(ranks, name, [program(prepared, plan(prepared, force)) for force in forces], 4)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_sharded_sequence_equals_one_process(size: int, ranks: RankPool) -> None:
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), pytest.param("mistral", 4, marks=pytest.mark.slow)])
+def test_a_sharded_sequence_equals_one_process(name: str, size: int, ranks: RankPool) -> None:
     """A shard of the queries begins and ends within documents."""
-    graph = packed("llama").graph
+    graph = packed(name).graph
     kinds = ("exchange", "queries") if size == 2 else ("queries",)
     texts = [program_text(graph, sequence_plan(graph, size, kind, sharding_wins(size))) for kind in kinds]
     assert all("C.attention_documents(" in text for text in texts)
-    check(ranks, "llama", texts, size)
+    check(ranks, name, texts, size)
 
 
 def test_packed_padded_and_one_by_one_have_one_loss() -> None:
@@ -83,3 +91,33 @@ def test_packed_padded_and_one_by_one_have_one_loss() -> None:
         one_by_one = sum(alone) / sum(len(ids) - 1 for ids in documents)
         losses = one_by_one, model(input_ids=padded, attention_mask=mask, labels=labels).loss.item()
         assert losses == (pytest.approx(model(**batch).loss.item(), rel=1e-12),) * 2
+
+
+def bad_batches(force: str) -> list[str]:
+    """On a rank: what is said of batches that do not fit together, and that training goes on after each."""
+    model, _ = make_case(families()["llama"], torch.float64, 4)
+    batch = packed_batch()
+    parallel = autopar.parallelize(model, "local:2", batch, force=force, cache=False)
+    right = parallel(**batch).loss.item()
+    own = 24 - 4 * dist.get_rank()
+    bad = (
+        batch | {"position_ids": batch["position_ids"][:, :-1]},  # lengths that do not add up to the tokens
+        {name: tensor[:, :own] for name, tensor in batch.items()},  # other lengths on other ranks
+        {name: tensor[:, :0] for name, tensor in batch.items()},  # no tokens
+    )
+    said = []
+    for each in bad:
+        with pytest.raises(AutoparError, match=r"^[^\n]+$") as caught:
+            parallel(**each)
+        said.append(str(caught.value))
+        assert parallel(**batch).loss.item() == right
+    long = {name: torch.cat([tensor, tensor], 1) for name, tensor in batch.items()}  # longer than the rows of the example
+    assert parallel(**long).loss.item() == pytest.approx(right, rel=1e-6)  # llama computes its loss in float32
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", ["dp=2", "tp=2"])
+def test_batches_that_do_not_fit_together_are_one_line(force: str, ranks: RankPool) -> None:
+    for said in ranks.run(bad_batches, force, world=2, timeout=120):
+        assert "23" in said[0] and "call it alike on every rank" in said[1] and "0 elements" in said[2]

@@ -201,6 +201,7 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "ap.attention", (t(2, 8, 8, 4), t(2, 8, 12, 4), t(2, 8, 12, 4), t(1, 8, 8, 12)), {"window": (2, 5)}
     packed = (t(2, 8, 8, 4), t(2, 4, 8, 4), t(2, 4, 8, 8))
     yield "ap.attention_documents", (*packed, i(3, 2, 8), i(3, 2, 8), i(8, 2, 8), i(8, 2, 8)), {"enable_gqa": True}
+    yield "ap.attention_documents", (*packed[:1] * 3, i(2, 2, 8), i(2, 2, 8), i(8, 2, 8), i(8, 2, 8)), {"window": (3, 0)}
     yield "ap.attention_documents", (*packed[:1], *packed[:1] * 2, i(2, 1, 8), i(2, 1, 8)), {"scale": 0.3}
     yield from _experts()
     yield "aten.embedding", (t(16, 8), i(16, 4, 8)), {}

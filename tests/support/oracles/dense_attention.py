@@ -36,11 +36,13 @@ def dense(
 def documents(
     q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor, key_documents: Tensor, query_positions: Tensor | None = None,
     key_positions: Tensor | None = None, *, scale: float | None = None, enable_gqa: bool = False,
+    window: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention within documents; zeros for a query that sees no key."""
     seen = query_documents[:, None, :, None] == key_documents[:, None, None, :]
     if query_positions is not None and key_positions is not None:
-        seen = seen & (key_positions[:, None, None, :] <= query_positions[:, None, :, None])
+        distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
+        seen = seen & (distance >= 0) & (distance <= (distance.max() if window is None else window[0]))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     weights = scores.masked_fill(~seen, -1e300).softmax(-1) * seen.any(-1, keepdim=True)

@@ -1,9 +1,10 @@
 """Attention within documents: a query sees the keys of its own document, up to its own position.
 
 Queries [B, h, s, d], keys [B, g, t, d], values [B, g, t, e], where g divides h; documents and positions are numbers [B or 1, s]
-and [B or 1, t]. A query sees a key where their documents are equal and the key's position is not above its own; without positions
-all keys of its document. A row of documents falls apart into runs, each of which is attended by itself, so no tensor has the size
-of the scores [s, t]. Queries may be any shard of the sequence, since all that they need is given for each of them.
+and [B or 1, t]. A query sees a key where their documents are equal and the key's position is not above its own, nor more than a
+window below it; without positions all keys of its document. A row of documents falls apart into runs, each of which is attended
+by itself, so no tensor has the size of the scores [s, t]. Queries may be any shard of the sequence, since all that they need is
+given for each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from ...compat.autograd import apply, has_data
 from .merge import AttentionGradients, AttentionTile, MergedAttention
 from .rectangles import Band
-from .sharded import scale_of
+from .sharded import Window, band_of, scale_of
 
 Numbers = list[int]
 
@@ -45,17 +46,17 @@ class DocumentRun:
 class _Documents(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *ids: Any
+        ctx: Any, scale: float, band: Band, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *ids: Any
     ) -> torch.Tensor:
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = torch.zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for run in document_runs(q.shape[0], scale, *ids):
+        for run in document_runs(q.shape[0], scale, band, *ids):
             merged = MergedAttention(run.queries(q), v.shape[-1])
             merged.add(run.tile, run.keys(k), run.keys(v))
             here, sums = merged.finish()
             run.queries(out).copy_(here)
             run.queries(lse).copy_(sums)
-        ctx.scale = scale
+        ctx.scale, ctx.band = scale, band
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
 
@@ -63,7 +64,7 @@ class _Documents(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, out, lse, *ids = ctx.saved_tensors
         to_q, to_k, to_v = torch.zeros_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        for run in document_runs(q.shape[0], ctx.scale, *ids):
+        for run in document_runs(q.shape[0], ctx.scale, ctx.band, *ids):
             gradients = AttentionGradients(*(run.queries(x) for x in (grad, q, out, lse)))
             for sums, part in zip((to_k, to_v), gradients.add(run.tile, run.keys(k), run.keys(v)), strict=True):
                 if isinstance(run.columns, slice):
@@ -71,26 +72,27 @@ class _Documents(torch.autograd.Function):
                 else:
                     sums[run.example].index_add_(1, run.columns, part[0])
             run.queries(to_q).copy_(gradients.to_q)
-        return None, to_q, to_k.to(k.dtype), to_v.to(v.dtype), *(None for _ in ids)
+        return None, None, to_q, to_k.to(k.dtype), to_v.to(v.dtype), *(None for _ in ids)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the lengths of documents are data
 def attention_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_documents: torch.Tensor, key_documents: torch.Tensor,
     query_positions: torch.Tensor | None = None, key_positions: torch.Tensor | None = None, *,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, window: Window | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return attention within documents [B, h, s, e]. Exact for any numbers; quick where documents are neighbours and positions
-    count up within them. A query that sees no key gets zeros."""
+    count up within them. A query that sees no key gets zeros. `window` as in `sharded`, of positions."""
     ids = (query_documents, key_documents, query_positions, key_positions)
-    return apply(_Documents, scale_of(q, scale), q, k, v, *ids)  # type: ignore[no-any-return]
+    return apply(_Documents, scale_of(q, scale), band_of(True, window), q, k, v, *ids)  # type: ignore[no-any-return]
 
 
 def document_runs(
-    examples: int, scale: float, query_documents: torch.Tensor, key_documents: torch.Tensor,
+    examples: int, scale: float, band: Band, query_documents: torch.Tensor, key_documents: torch.Tensor,
     query_positions: torch.Tensor | None, key_positions: torch.Tensor | None,
 ) -> Iterator[DocumentRun]:  # fmt: skip
-    """Yield what attends to what, row by row of the batch. A tensor without data counts as one document."""
+    """Yield what attends to what within the band of positions, row by row of the batch. A tensor without data counts as one
+    document."""
     device = query_documents.device
     documents = [_numbers(x, counts=False) for x in (query_documents, key_documents)]
     positions = [None if x is None else _numbers(x, counts=True) for x in (query_positions, key_positions)]
@@ -103,7 +105,7 @@ def document_runs(
             rows, here = slice(places[0], places[-1] + 1), columns.get(document)
             if here is not None:
                 order = None if at is None or seen is None else (at[rows], [seen[place] for place in here])
-                tile = _tile(len(places), len(here), order, scale, device)
+                tile = _tile(len(places), len(here), order, band, scale, device)
                 neighbours = here[-1] - here[0] + 1 == len(here)
                 where = slice(here[0], here[-1] + 1) if neighbours else torch.tensor(here, device=device)
                 yield DocumentRun(example, rows, where, tile)
@@ -124,17 +126,17 @@ def _places(numbers: Numbers) -> dict[int, list[int]]:
 
 
 def _tile(
-    height: int, width: int, order: tuple[Numbers, Numbers] | None, scale: float, device: torch.device
+    height: int, width: int, order: tuple[Numbers, Numbers] | None, band: Band, scale: float, device: torch.device
 ) -> AttentionTile:
     """Return the tile of a run. `order`: the positions of its queries and keys; where they count up the tile has a band, else a
     mask of its own size."""
     if order is None:
         return AttentionTile(((0, height),), ((0, width),), (None, None), scale)
     rows, columns = order
-    causal: Band = (None, 0)
     if _count_up(rows) and _count_up(columns):
-        return AttentionTile(((rows[0], height),), ((columns[0], width),), causal, scale)
-    allowed = torch.tensor(columns, device=device) <= torch.tensor(rows, device=device).unsqueeze(1)
+        return AttentionTile(((rows[0], height),), ((columns[0], width),), band, scale)
+    distances = torch.tensor(rows, device=device).unsqueeze(1) - torch.tensor(columns, device=device)
+    allowed = (distances >= 0) & (distances <= (distances.max() if band[0] is None else band[0]))
     return AttentionTile(((0, height),), ((0, width),), (None, None), scale, allowed.view(1, 1, height, width))
 
 
