@@ -16,19 +16,18 @@ from torch import nn
 
 from autopar.api import parallelize
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.dryrun.run import make_optimizer
 from autopar.errors import AutoparError
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
+from autopar.runtime.step.out_of_memory import is_out_of_memory
 
 WARM_UP_STEPS = 2
 """Steps of a lap that do not count: the first ones make buffers and the state of the optimizer."""
 
 LEAST_GAIN = 0.01
 """The share by which another plan has to be faster than the first one: less is the noise of the machine."""
-
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-
 
 @dataclass(frozen=True, slots=True)
 class RacedPlan:
@@ -58,10 +57,10 @@ def race(
                 continue
             try:
                 seconds = _lap(model, each.plan, cluster, example_inputs, steps)
-            except (AutoparError, torch.OutOfMemoryError) as error:
+            except AutoparError as error:
                 if number == 0:
                     raise
-                raced[number] = RacedPlan(each.plan, error=str(error).partition("\n")[0])
+                raced[number] = RacedPlan(each.plan, error=str(error))
                 continue
             raced[number] = RacedPlan(each.plan, (*each.step_seconds, *seconds))
     return raced
@@ -73,14 +72,38 @@ def fastest(raced: Sequence[RacedPlan]) -> RacedPlan:
     return best if best.median_seconds < raced[0].median_seconds * (1 - LEAST_GAIN) else raced[0]
 
 
+class _LapProblem(AutoparError):
+    """The error of a rank, on all ranks."""
+
+
 def _lap(model: nn.Module, plan: Plan, cluster: Cluster, example_inputs: ExampleInputs, steps: int) -> list[float]:
-    """Train a copy of the model, and return the seconds of the counted steps, of the slowest rank each."""
+    """Train a copy of the model, and return the seconds of the counted steps, of the slowest rank each. All ranks end with the
+    error of one: none is left waiting in a lap that another one has given up."""
+    gc.collect()  # what is left of the lap before
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        return _steps(model, plan, cluster, example_inputs, steps)
+    except Exception as error:
+        if not isinstance(error, _LapProblem) and (isinstance(error, AutoparError) or is_out_of_memory(error)):
+            _begin_together(str(error).partition("\n")[0])
+        raise
+
+
+def _begin_together(error: str = "") -> None:
+    """Wait for all ranks. _LapProblem on all of them where one comes with an error instead."""
+    said = [each for each in gather(error) if each]
+    if said:
+        raise _LapProblem(said[0])
+
+
+def _steps(model: nn.Module, plan: Plan, cluster: Cluster, example_inputs: ExampleInputs, steps: int) -> list[float]:
     parallel = parallelize(copy.deepcopy(model), cluster, example_inputs, plan=plan)
     args, batch = split_inputs(example_inputs)
-    optimizer = OPTIMIZERS.get(plan.document.optimizer, torch.optim.AdamW)(parallel.parameters(), lr=1e-6)
+    optimizer = make_optimizer(plan.document.optimizer, parallel, foreach=None)
     own = []
     for _ in range(WARM_UP_STEPS + steps):
-        gather(None)  # all ranks begin together
+        _begin_together()
         _wait(parallel.program.mesh.device)
         begin = time.perf_counter()
         result = parallel(*args, **batch)
@@ -89,10 +112,7 @@ def _lap(model: nn.Module, plan: Plan, cluster: Cluster, example_inputs: Example
         optimizer.zero_grad()
         _wait(parallel.program.mesh.device)
         own.append(time.perf_counter() - begin)
-    del parallel, optimizer, result
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _begin_together()
     return [max(seconds) for seconds in zip(*gather(own[WARM_UP_STEPS:]), strict=True)]
 
 

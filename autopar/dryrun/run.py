@@ -163,7 +163,7 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
     )
 
 
-def make_optimizer(name: str, parallel: Parallel, foreach: bool) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parallel: Parallel, foreach: bool | None) -> torch.optim.Optimizer:
     """Return the optimizer that a plan names; AdamW, as which it is priced, if torch has none of that name."""
     parameters = [parameter for parameter in parallel.parameters() if parameter.requires_grad]
     match name:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.harness.end_to_end import prepare
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 
+from autopar import tune
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.dryrun.run import make_optimizer
 from autopar.ir.plan import Precision
-from autopar.ir.plan_file.plan_file import Plan, load_plan
+from autopar.ir.plan_file.plan_file import Plan, decode_plan, load_plan
 from autopar.options import PlanOptions
 from autopar.planning import nearest_plans
 from autopar.solve.result import other_results
@@ -88,6 +93,39 @@ def test_a_race_writes_the_plan_that_was_fastest(ranks: RankPool, tmp_path: Path
     assert all(seconds > 0 for each in found["plans"] for seconds in each["step_seconds"])
     (kept,) = [each for each in found["plans"] if each["kept"]]
     assert load_plan(path).document.predicted.step_seconds == kept["predicted_step_seconds"]
+
+
+def race_with_a_failure(texts: list[str], rank: int, where: str) -> list[tuple[int, str]]:
+    """On a rank: a race in which one rank (-1: all) has no memory for the second plan. Counted steps and error of each plan."""
+    made = count()
+
+    def failing_optimizer(name: str, parallel: Any, foreach: bool | None) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(name, parallel, foreach)
+        if next(made) == 1 and rank in (-1, dist.get_rank()):
+            setattr(*{"step": (optimizer, "step"), "forward": (parallel.program, "forward")}[where], fail)
+        return optimizer
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    loaded = load_model("mlp", 32, None, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "make_optimizer", failing_optimizer)
+        plans = [decode_plan(text) for text in texts]
+        found = tune.race(loaded.model, plans, Cluster.parse("local:2"), loaded.example_inputs, 2, 2)
+    return [(len(each.step_seconds), each.error) for each in found]
+
+
+@pytest.mark.parametrize(("rank", "where"), [(-1, "forward"), (-1, "step"), (1, "step")])
+def test_a_plan_that_does_not_run_ends_alone(rank: int, where: str, ranks: RankPool) -> None:
+    """On all ranks, also where one rank alone has no memory for it; the others are raced on."""
+    loaded = load_model("mlp", 32, None, device="cpu")
+    near = nearest_plans(loaded.model, Cluster.parse("local:2"), loaded.example_inputs, PlanOptions(batch=32), 2)
+    texts = [each.to_json() for each in (*near, near[0])]
+    first, second = ranks.run(race_with_a_failure, texts, rank, where, world=2)
+    assert first == second
+    assert [steps for steps, _ in first] == [4, 0, 4]
+    assert "out of memory" in first[1][1].lower() and "\n" not in first[1][1]
 
 
 def test_needs_a_launcher(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
