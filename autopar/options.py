@@ -109,7 +109,7 @@ class RuntimeOptions:
     """Options of running, see `parallelize`.
 
     plan: one that was made before, or its path (None: search).
-    compile: blocks by torch.compile; a text is its mode.
+    compile: blocks by torch.compile; a text is its backend.
     state: full tensors by name, or a folder of safetensors files (None: those of the model).
     cache: take plans from the cache, and keep them there.
     patience_seconds, join_seconds: until ranks that do not answer, or never join, are errors, in seconds.

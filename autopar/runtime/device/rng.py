@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.types import Number
 
 from ..compat.autograd import apply
 from .axis import AxisHandle
@@ -48,7 +49,7 @@ class SeedStreams:
         self.streams: dict[int, SeedStream] = {}
         self.first_counts: Mapping[int, int] = {}
         self.other_count = 0
-        self.order = torch.zeros((), dtype=torch.int64)
+        self.order = torch.zeros((), dtype=torch.int64, device="cpu")  # under a default device too
 
     def __call__(self, key: int) -> SeedStream:
         """The stream of a shard."""
@@ -119,22 +120,25 @@ def _generator(device: str) -> torch.Generator:
     return torch.Generator(device)
 
 
-# Opaque operations. A seed changes `order`, so that torch.compile neither merges nor moves draws (R-Drop drops one tensor twice);
-# it is saved for the backward, which may draw the numbers of that seed again.
+# Opaque operations. A compiled seed changes `order`, so that torch.compile neither merges nor moves draws (R-Drop drops one
+# tensor twice); it is saved for the backward, which may draw the numbers of that seed again.
 @torch.library.custom_op("autopar::next_seed", mutates_args=("order",))
 def _next_seed(order: torch.Tensor, key: int) -> torch.Tensor:
     order.add_(1)
-    return torch.tensor(seed_stream(key).next_seed())
+    return torch.tensor(seed_stream(key).next_seed(), device="cpu")
 
 
 @_next_seed.register_fake
 def _(order: torch.Tensor, key: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _seed(mesh: SeedSource, sharded_axes: Iterable[str]) -> torch.Tensor:
     """Draw the next seed of a shard: a number on the CPU."""
-    return _next_seed(seed_stream.order, shard_key(mesh, sharded_axes))  # type: ignore[no-any-return]
+    key = shard_key(mesh, sharded_axes)
+    if torch.compiler.is_compiling():
+        return _next_seed(seed_stream.order, key)  # type: ignore[no-any-return]
+    return torch.tensor(seed_stream(key).next_seed(), device="cpu")  # fake in a dry run, which `order` is not
 
 
 @torch.library.custom_op("autopar::keep_mask", mutates_args=())
@@ -217,7 +221,7 @@ def dropout(x: torch.Tensor, p: float, training: bool, mesh: SeedSource, sharded
 
 
 @torch.library.custom_op("autopar::random_numbers", mutates_args=())
-def _random_numbers(like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
+def _random_numbers(like: torch.Tensor, kind: str, a: Number, b: Number, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
     generator = _generator(str(like.device)).manual_seed(int(seed))
     out = torch.empty(like.shape, dtype=dtype, device=like.device)
     if kind == "uniform":
@@ -232,7 +236,7 @@ def _random_numbers(like: torch.Tensor, kind: str, a: float, b: float, dtype: to
 
 
 @_random_numbers.register_fake
-def _(like: torch.Tensor, kind: str, a: float, b: float, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
+def _(like: torch.Tensor, kind: str, a: Number, b: Number, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
@@ -242,4 +246,4 @@ def random(
     """Random numbers for every element of a local tensor, from the streams that `dropout` uses: ``uniform`` (from a to b),
     ``normal`` (mean a, deviation b), ``exponential`` (rate a), ``bernoulli`` (probability a), ``integers`` (from a to b,
     exclusive)."""
-    return _random_numbers(like.detach(), kind, float(a), float(b), dtype, _seed(mesh, sharded_axes))  # type: ignore[no-any-return]
+    return _random_numbers(like.detach(), kind, a, b, dtype, _seed(mesh, sharded_axes))  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from .expert_load import record_copies
 from .experts import ExpertWeights, SortedCopies, compute_experts, moe_experts, sort_copies, sum_copies
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts_owned(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -122,7 +122,7 @@ class DispatchedTokens(NamedTuple):
     inside: ExpertActivation
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts_start(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -162,7 +162,7 @@ def moe_experts_start(
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
     """The result of the experts for the tokens that `moe_experts_start` sent."""
     if isinstance(sent, torch.Tensor):
@@ -180,7 +180,7 @@ def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
     return result.view(sent.shape)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts_dispatched(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:

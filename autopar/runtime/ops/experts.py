@@ -139,7 +139,7 @@ def compute_experts(
     return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -73,12 +73,12 @@ class SplitBackward:
     def __init__(self, queue: WeightGradQueue | None = None, name: str = "", block: object = None) -> None:
         self.queue, self.name, self.block = queue, name, block
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="weight gradients have actions of their own")  # type: ignore[untyped-decorator]
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``F.linear``."""
         return self._run(F.linear, x, weight, bias, False)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="weight gradients have actions of their own")  # type: ignore[untyped-decorator]
     def linear_kn(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return `functions.linear_kn`: the weight is ``[k, n]``."""
         return self._run(linear_kn, x, weight, bias, True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -51,6 +52,37 @@ def compiled(cases: list[Case], backend: str) -> tuple[list[Outcome], list[str]]
         warnings.simplefilter("always")
         outcomes = [outcome for outcome, _ in train_pipelines(cases, compile=backend)]
     return outcomes, [str(each.message) for each in caught if "not compiled" in str(each.message)]
+
+
+@dataclass
+class Counting:
+    """A backend without a hash, which counts what it compiles."""
+
+    graphs: int = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+
+def compilations(cases: list[Case]) -> tuple[list[tuple[int, int, bool]], list[str]]:
+    """On a rank, where a code is compiled once at most: the graphs of each training, those of its copy too, whether a call
+    without gradients, which would be compiled apart, has the same loss; and what was said."""
+    found = list[tuple[int, int, bool]]()
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(recompile_limit=1):
+        warnings.simplefilter("always")
+        for text, state, batch in cases:
+            torch._dynamo.reset()
+            backend = Counting()
+            parallel = parallel_model(text, state, compile=backend)
+            loss = parallel(**batch)
+            loss.backward()
+            trained = backend.graphs
+            copy.deepcopy(parallel)(**batch).backward()
+            copied = backend.graphs
+            with torch.no_grad():
+                found.append((trained, copied, torch.allclose(parallel(**batch), loss)))
+    return found, [str(each.message) for each in caught if "not compiled" in str(each.message)]
 
 
 def saved_bytes(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], backend: str) -> dict[str, int]:
@@ -143,6 +175,23 @@ def test_recomputed_random_numbers_are_those_of_the_forward(attention: float, ra
     for found, text in zip((first, *others), texts, strict=True):
         assert not differences(found, eager[0], FLOAT32), text  # transformers' loss is that of float32 logits
     assert ["torch's own generator" in line for line in said] == [True, True] * bool(attention)
+
+
+def test_a_distinct_block_is_compiled_once(ranks: RankPool) -> None:
+    """Prologue, layers and epilogue, in a copy of the model too. Beyond torch's limit of compilations blocks run as they are."""
+    prepared = prepare("gpt2", batch=8)
+    cases = [(program_text(prepared.graph, each), prepared.state, prepared.batch) for each in recomputing(prepared, {"dp": 2}, 0)]
+    for found, said in ranks.run(compilations, cases, world=2, timeout=200):
+        assert found == [(3, 3, True)] * 3
+        assert len(said) >= 4 and all("recompile_limit" in line for line in said)
+
+
+def test_experts_are_not_compiled_and_said(ranks: RankPool) -> None:
+    prepared = prepare("routed")
+    text = program_text(prepared.graph, recomputing(prepared, {"dp": 2}, 0)[1])
+    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], PARTITIONED, world=2, timeout=200)
+    assert not differences(outcome[0], prepared.expected, TOLERANCE)
+    assert any("tokens of experts are data" in line for line in said)
 
 
 def test_what_is_offloaded_is_not_compiled_and_said(ranks: RankPool) -> None:

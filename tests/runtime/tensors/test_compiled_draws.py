@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.runtime.device.rng import dropout, random, seed_stream
+from autopar.runtime.device.rng import SeedStreams, dropout, random, seed_stream
 
 MESH = SimpleNamespace(seed=7)
 
@@ -30,3 +31,22 @@ def test_compiled_draws_are_those_of_the_program() -> None:
     assert not torch.equal(found[0][0], found[0][1])
     for each in found[1:]:
         assert all(map(torch.equal, each, found[0]))
+
+
+def test_draws_of_fake_tensors() -> None:
+    """As a dry run has them: every tensor is fake."""
+    with FakeTensorMode():
+        drawn = draw(torch.ones(64, dtype=torch.float64, requires_grad=True))
+    assert [tuple(each.shape) for each in drawn] == [(64,)] * 3
+
+
+def test_the_order_of_draws_is_on_the_cpu() -> None:
+    """Also where this is imported under another device: on meta the operation would be its fake one, without a seed."""
+    with torch.device("meta"):
+        assert SeedStreams().order.device.type == "cpu"
+
+
+def test_bounds_of_integers_are_exact() -> None:
+    last = 2**63 - 1
+    drawn = random(torch.ones(64), "integers", last - 1, last, torch.int64, MESH)  # type: ignore[arg-type]
+    assert (drawn == last - 1).all()

@@ -75,7 +75,7 @@ class _Documents(torch.autograd.Function):
         return None, None, to_q, to_k.to(k.dtype), to_v.to(v.dtype), *(None for _ in ids)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the lengths of documents are data
+@torch.compiler.disable(reason="the lengths of documents are data")  # type: ignore[untyped-decorator]
 def attention_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_documents: torch.Tensor, key_documents: torch.Tensor,
     query_positions: torch.Tensor | None = None, key_positions: torch.Tensor | None = None, *,
