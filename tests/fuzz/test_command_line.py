@@ -16,7 +16,7 @@ from support.fuzzing.one_line import answer
 from autopar.errors import PlanError
 
 PLANNING = "mlp --cluster local:2 --batch 8 --force dp=2 --no-cache --time-limit 2"
-POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2, "config": 1, "clusters": 2, "what": 1}
+POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2, "config": 1, "clusters": 2, "what": 1, "factory": 1}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,10 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     out |= {"launch": ["launch", plan, "--for", "slurm", "-o", str(folder / "jobs")]}
     out |= {"compare-clusters": ["compare-clusters", "llama-tiny", "dgx-h100:1@2", "--tokens", "1e9", "--batch", "16"]}
     out |= {"export": ["export", plan, str(folder / "out")], "calibrate": ["calibrate", "-o", str(folder / "c.yaml")]}
+    by_hand = folder / "by_hand.py"
+    by_hand.write_text("import torch\n\n\ndef factory():\n    return torch.nn.Linear(4, 4), {'input': torch.ones(2, 4)}\n")
+    out |= {"check-module": ["check-module", f"{by_hand}:factory", "--mesh", "dp=2"]}
+    out |= {"tune": ["tune", *PLANNING.split(), "-o", str(folder / "tuned.json")]}
     return out | {"models": ["models"], "clusters": ["clusters"]}
 
 
@@ -48,7 +52,7 @@ def attempts(lines: dict[str, list[str]], folder: Path) -> Iterator[list[str]]:
     for command in commands():
         for option in options_of(command):
             positionals = {**POSITIONALS, "plan": 1}
-            for word in [*plain, *(factories if option.dest == "model" else [])]:
+            for word in [*plain, *(factories if option.dest in ("model", "factory") else [])]:
                 if (command, word) not in ((("validate", "--")), ("validate", "")):
                     yield with_word(lines[command], option, positionals, word)
 
