@@ -170,7 +170,7 @@ def _build(
             with saying_progress(type(model).__name__, priced.name, options.time_limit_seconds):
                 return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
         given = check_plan(run.plan, model, cluster, example_inputs, options.outputs, options.loss_fn)
-        check_options(given, model, options.precision, options.force, options.constraints)
+        check_options(given, model, options.precision, options.force, options.constraints, options.held_bytes)
         return given
 
     try:

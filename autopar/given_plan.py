@@ -35,8 +35,10 @@ def check_options(
     precision: PrecisionLike | None,
     force: str | Mapping[str, int | str] | Force | None,
     constraints: Constraints | None = None,
+    held_bytes: int = 0,
 ) -> None:
-    """Raise PlanMismatch where the options ask for something else than the given plan has."""
+    """Raise PlanMismatch where the options ask for something else than the given plan has. `held_bytes`: memory that it has to
+    leave to other models."""
     has = plan.candidate.precision
     if precision is not None:
         wanted = precision_of(precision, model)
@@ -48,6 +50,12 @@ def check_options(
         raise PlanMismatch(f"force={force!r} says nothing about a given plan, which is {plan}: leave out force= or plan=")
     if constraints and (disobeyed := why_disobeyed_pins(plan.graph, plan.candidate, constraints)):
         raise PlanMismatch(f"the given plan does not obey constrain= {disobeyed}: plan again, or leave out constrain=")
+    left = plan.document.cluster.description.get("device", {}).get("held_bytes", 0)
+    if held_bytes > left:
+        raise PlanMismatch(
+            f"the plan leaves {left / 2**30:.3g} GiB to other models, and those of beside= take {held_bytes / 2**30:.3g}: plan "
+            "again with beside=, or leave it out"
+        )
 
 
 def check_plan(

@@ -25,7 +25,7 @@ from autopar.ir.plan import Candidate
 
 FORMAT = 1
 WINDOWS = 4
-"""Of a schedule that is never drained, so many are played: each beside the one before and the one after it."""
+"""The number of windows that are played of a schedule that is never drained: each beside the one before and the one after it."""
 ALWAYS = (
     "torch's operations, autograd and the collectives of the backend compute what they document",
     "the runtime adds up gradients over data ranks and micro-batches once (FSDP2, or its buckets), and losses of micro-batches",

@@ -1,4 +1,4 @@
-"""What goes into a program and comes out of it: how callers pass arguments, inputs, parameters, the loss, and outputs."""
+"""The interface of a program: how callers pass arguments, inputs, parameters, the loss, and outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProgramInterface:
             raise NotProven(self.program.line, f"micro_batches is {micro_batches}, in the plan {self.candidate.micro_batches}")
 
     def check_flags(self) -> None:
-        """What the runtime reads of the program beside its forward: whether it trains, and how callers pass their arguments."""
+        """Check what the runtime reads beside the forward: whether the program trains, and how callers pass their arguments."""
         flags, line, interface = self.program.flags, self.program.line, self.graph.interface
         flowing = tuple(value.name for value in self.graph.inputs if value.differentiable)
         wanted: dict[str, tuple[Any, Any]] = {

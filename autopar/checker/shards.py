@@ -129,7 +129,7 @@ def equal_kind(kind: Kind) -> bool:
 
 
 def alike(kinds: Kinds, others: Kinds) -> bool:
-    """Whether a rank holds the same of one tensor as of the other; their gradients may differ."""
+    """Return whether a rank holds the same of one tensor as of the other; their gradients may differ."""
     return all(a == b or (equal_kind(a) and equal_kind(b)) for a, b in zip(kinds, others, strict=True))
 
 

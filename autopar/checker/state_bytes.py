@@ -11,7 +11,7 @@ from autopar.checker.text import BlockText, CallsText, ParameterText
 from autopar.ir.mesh import DATA_AXIS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
-"""Of all other dtypes 8."""
+"""Bytes of an element by dtype; of all other dtypes 8."""
 _MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
 
 

@@ -49,7 +49,7 @@ class PricedConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What a configuration takes at least: seconds of a step, and bytes of a device of the first stage."""
+    """The least that a configuration takes: seconds of a step, and bytes of a device of the first stage."""
 
     seconds: float
     bytes: float
@@ -127,7 +127,7 @@ class Pricer:
         return self._costs[key]
 
     def least(self, configuration: Configuration) -> Least:
-        """What the configuration takes at least. AutoparError where it cannot be placed."""
+        """Return the least that the configuration takes. AutoparError where it cannot be placed."""
         work = self.work
         layers = self._layer_traces(configuration)
         fixed = configuration.fixed(work)

@@ -16,8 +16,10 @@ import autopar
 from autopar.cost_models.hardware.allocator import MEMORY_MARGIN, communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
-from autopar.errors import AutoparError, Infeasible
+from autopar.errors import AutoparError, Infeasible, PlanMismatch
+from autopar.given_plan import check_options
 from autopar.ir.plan_file.plan_file import Plan, decode_plan
+from autopar.options import held_bytes
 from autopar.rules.registry import default_registry
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
@@ -172,6 +174,16 @@ def test_what_others_take_is_said_where_nothing_fits() -> None:
     alone = two_layers(2.5 * STATE_BYTES)
     with pytest.raises(Infeasible, match="are left to other models"):
         two_layers(peak(alone) - alone.document.predicted.memory["base"] + 2**16, beside=[alone])
+
+
+def test_a_given_plan_that_leaves_too_little_is_refused() -> None:
+    """`beside` says nothing to a plan that was made before: it has to leave that much."""
+    alone = two_layers(STATE_BYTES * 4)
+    room = held_bytes(alone)
+    model = nn.Linear(2, 2)
+    check_options(two_layers(2 * STATE_BYTES * 4, beside=alone), model, None, "", held_bytes=room)
+    with pytest.raises(PlanMismatch, match="leaves 0 GiB to other models.*plan again with beside="):
+        check_options(alone, model, None, "", held_bytes=room)
 
 
 def test_only_plans_are_beside() -> None:

@@ -1,4 +1,4 @@
-"""What the proof of a block rests on and what it is told of afterwards: its lines, collectives, lemmas and assumptions."""
+"""The result of proving a block: its lines, collectives, lemmas and assumptions."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Line:
 
 @dataclass(slots=True)
 class BlockResult:
-    """What a block returns, and what its proof rests on."""
+    """The kinds that a block returns, and the foundations of its proof."""
 
     outputs: tuple[PlacedTensor, ...] = ()
     lemmas: Counter[str] = field(default_factory=Counter)
-    """By name of a lemma or row, how many lines rest on it."""
+    """The number of lines that rest on each lemma or row, by its name."""
     assumptions: dict[int, str] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
     inputs: tuple[PlacedTensor, ...] = ()
     parameters: tuple[PlacedTensor, ...] = ()
     lines: list[Line] = field(default_factory=list)
     elsewhere: list[PlacedTensor] = field(default_factory=list)
-    """What is saved on the host, or in parts on the ranks of an axis."""
+    """The values that are saved on the host, or in parts on the ranks of an axis."""

@@ -70,12 +70,12 @@ class OperationProof:
         for chosen in product(*((each.kinds, *each.others) for each in flexible)):
             kinds = {id(each): replace(each, kinds=kind, others=()) for each, kind in zip(flexible, chosen, strict=True)}
 
-            def given(value: Any, kinds: Mapping[int, PlacedTensor] = kinds) -> Any:
+            def chosen_kind(value: Any, kinds: Mapping[int, PlacedTensor] = kinds) -> Any:
                 if isinstance(value, tuple):
-                    return tuple(map(given, value))
+                    return tuple(map(chosen_kind, value))
                 return kinds.get(id(value), value)
 
-            yield replace(applied, args=given(applied.args), kwargs={k: given(v) for k, v in applied.kwargs.items()})
+            yield replace(applied, args=chosen_kind(applied.args), kwargs={k: chosen_kind(v) for k, v in applied.kwargs.items()})
 
     @staticmethod
     def _same_name(op: str, operation: CapturedOperation, lemma: Lemma | None) -> bool:
@@ -210,7 +210,7 @@ class OperationProof:
     def _by_rule(
         self, applied: Applied, operation: CapturedOperation, tensors: Sequence[PlacedTensor], flows: Sequence[bool]
     ) -> list[Kinds]:
-        """Of an operator that a user registered, a module that was left whole, or a branch: what the plan says of these operands,
+        """The plan's word on an operator that a user registered, a module that was left whole, or a branch: on these operands,
         which is assumed. On axes that do not cut it, every rank computes the whole."""
         call, names = operation.call, self.axes.names
         if call.op.startswith("aten."):
@@ -232,7 +232,7 @@ class OperationProof:
         raise NotCarried(f"{call.op} has no row, and its rule does not say what it makes of these shards")
 
     def _wanted(self, operation: CapturedOperation) -> Iterator[list[Kinds | None]]:
-        """What the plan says of the results, as kinds: read only where numbers are made, of which any part is right."""
+        """Return the kinds of the results by the plan: read only where numbers are made, of which any part is right."""
         for _, planned in self.captured.planned(operation):
             yield [
                 self._placed(value.name, shape, placements)

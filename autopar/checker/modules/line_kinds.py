@@ -292,5 +292,5 @@ def _choices(value: RankValue, axis: int, made: Made, cuts: Sequence[Cut]) -> li
 
 
 def _repeats(value: RankValue, shape: Shape, dim: int) -> bool:
-    """Whether an operand's elements are alike along a dimension of the result, counted from the end."""
+    """Return whether an operand's elements are alike along a dimension of the result, counted from the end."""
     return len(shape) < -dim or shape[dim] == 1 or len(shape) + dim in value.repeats

@@ -34,7 +34,7 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class ManualModule:
-    """What a factory returns. `placements`: by name (or pattern) of an input or parameter its placement on axes, as in
+    """The result of a factory. `placements`: by name (or pattern) of an input or parameter its placement on axes, as in
     ``{"*.up.weight": {"tp": "S(0)"}}``; all else is replicated, but that inputs are cut along their first dimension on data axes.
     `after_backward` adds up what gradients need; what it returns must be complete. `data`: axes over which gradients of all
     parameters are added up later, as DDP and FSDP do."""
@@ -167,7 +167,7 @@ def _declared(manual: ManualModule, name: str, made: Made, axes: Axes) -> RankVa
 
 
 def _results(manual: ManualModule, recording: Recording, kinds: LineKinds) -> Iterator[str]:
-    """What is wrong with the loss and with gradients."""
+    """Return what is wrong with the loss and with gradients."""
     for name, made in recording.results.items():
         value = kinds.values[made.name]
         for index, axis in enumerate(kinds.axes.names):

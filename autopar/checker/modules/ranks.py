@@ -1,4 +1,4 @@
-"""What differs between ranks that run one text: numbers and parts that follow from a coordinate. All else is the same on all."""
+"""The differences between ranks that run one text: numbers and parts that follow from a coordinate. All else is equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RanksOfAxis:
     coordinates: tuple[int, ...]
 
     def differences(self) -> dict[int, RankDifference]:
-        """By number of a line what of it differs. WrongLine where a rank runs other operations."""
+        """Return the part that differs of each line, by its number. WrongLine where a rank runs other operations."""
         first, out = self.recordings[0].lines, dict[int, RankDifference]()
         makers = {made.name: (line, index) for line in first for index, made in enumerate(line.results)}
         for number, line in enumerate(first):

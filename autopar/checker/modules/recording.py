@@ -64,7 +64,7 @@ class RecordedLine:
 
 @dataclass
 class Recording:
-    """What a rank ran. `given` are the tensors that were there before by name, `results` those that somebody asks for after."""
+    """The lines that a rank ran. `given`: tensors that were there before, by name; `results`: those that are asked for after."""
 
     lines: list[RecordedLine] = field(default_factory=list)
     given: dict[str, Made] = field(default_factory=dict)
@@ -274,7 +274,7 @@ def _source(backward: bool) -> str:
 
 
 def _called_by(frame: Any, name: str) -> bool:
-    """Whether a frame is that of a function of this name, the backward of somebody's autograd.Function, or is called by one."""
+    """Return whether a frame is, or is called by, a function of this name or the backward of somebody's autograd.Function."""
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         if frame.f_code.co_name == name:
             return True

@@ -1,4 +1,4 @@
-"""What ranks hold of a recorded tensor, and what a collective makes of it.
+"""The kinds of a recorded tensor: its content on ranks, and the kind that a collective makes of it.
 
 Values on the ranks of an axis are equal (``R``), summands of the value (``P``; of a maximum ``Pmax``), parts along a dimension
 (`Cut`, with runs of local elements), or differ in a way that no row knows (``V``).
@@ -17,9 +17,9 @@ VARYING = "V"
 
 @dataclass(frozen=True, slots=True)
 class RankValue:
-    """What ranks hold of a tensor on each axis, and since which line. `repeats`: dimensions along which all elements are alike or
-    made of numbers, so that equal values are any part of themselves. `zero`: a summand of itself too. `counts`: the numbers from
-    0, which as an index name each row of what a rank has."""
+    """The content of a tensor on each axis of ranks, and the line since which it is so. `repeats`: dimensions along which all
+    elements are alike or made of numbers, so that equal values are any part of themselves. `zero`: a summand of itself too.
+    `counts`: the numbers from 0, which as an index name each row of what a rank has."""
 
     kinds: tuple[Kind, ...]
     since: tuple[str, ...]
@@ -31,8 +31,8 @@ class RankValue:
 
 @dataclass(frozen=True, slots=True)
 class RankDifference:
-    """What of a line differs along an axis: operands, of which each rank takes a part; or (`results`) its numbers, and what they
-    make of operands that are equal."""
+    """The part of a line that differs along an axis: operands, of which each rank takes a part; or (`results`) its numbers, and
+    what they make of operands that are equal."""
 
     operands: Mapping[int, Kind]
     results: Kind | None = None
@@ -58,7 +58,7 @@ def collective(line: RecordedLine, name: str, size: int, value: RankValue, kind:
 
 
 def partial(kind: Kind) -> bool:
-    """Whether ranks hold summands, or what their maximum or minimum is to be taken of."""
+    """Return whether ranks hold summands, or what their maximum or minimum is to be taken of."""
     return isinstance(kind, str) and kind.startswith("P")
 
 

@@ -99,9 +99,9 @@ class Scaled(nn.Module):
 
 
 FILE = """
-from support.by_hand.layers import Mlp, made
-right = made(lambda data, layers: Mlp(layers))
-wrong = made(lambda data, layers: Mlp(layers, leave=None))
+from support.by_hand.layers import Mlp, factory_of
+right = factory_of(lambda data, layers: Mlp(layers))
+wrong = factory_of(lambda data, layers: Mlp(layers, leave=None))
 def none(): return 3
 def failing(): raise ValueError("no weights")
 """

@@ -285,7 +285,7 @@ def sum_gradients(module: nn.Module, names: tuple[str, ...], group: Any) -> Call
     return finish
 
 
-def made(
+def factory_of(
     body: Callable[[Any, Any], nn.Module], summed: tuple[str, ...] = (), x: Mapping[str, str] | None = None
 ) -> Callable[[], Made]:
     """A factory of a body, which is given the groups of data and of layers. `summed`: parameters whose gradients are summed over
@@ -309,7 +309,7 @@ def tokens_cut(summed: tuple[str, ...]) -> Callable[[], Made]:
         return Layer(group, GatherTokens, ReduceTokens)
 
     def factory() -> Made:
-        module, inputs, options = made(body, summed, {"tp": "S(0)"})()
+        module, inputs, options = factory_of(body, summed, {"tp": "S(0)"})()
         whole = TotalLoss(module.body, groups()[1])
         return whole, inputs, {**options, "after_backward": sum_gradients(whole, summed, whole.group)}
 
