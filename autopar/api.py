@@ -93,6 +93,8 @@ def parallelize(
     beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
     proof: bool = False,
+    mode: str = "training",
+    new_tokens: int = 0,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -120,7 +122,8 @@ def parallelize(
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With `proof` the program is proven
     equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is not
-    proven.
+    proven. `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for
+    `new_tokens` decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -136,7 +139,7 @@ def parallelize(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
         document_lengths=document_lengths,
-        memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside),
+        memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside), mode=mode, new_tokens=new_tokens,
     )  # fmt: skip
     run = RuntimeOptions(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
@@ -145,6 +148,8 @@ def parallelize(
     if example_inputs is not None:
         split_inputs(example_inputs)
     _check_launch(cluster_named(cluster, processes=_launched()))
+    if options.infers:
+        model.eval().requires_grad_(False)
     if example_inputs is None:
         return Deferred(lambda args, batch: _build(model, cluster, _named(model, args, batch), options, run), model.training)
     return _build(model, cluster, example_inputs, options, run)

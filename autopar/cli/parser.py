@@ -231,6 +231,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--beside", action="append", metavar="plan.json",
         help="a plan of another model on the same devices, whose memory is left to it (several times: of several)",
     )  # fmt: skip
+    plan.add_argument("--mode", default="training", help="training (default), or inference: forwards without gradients")
+    plan.add_argument("--new-tokens", type=int, default=0, metavar="N", help="of inference: decoded after each prompt of --seq")
+    plan.add_argument("--objective", default="latency", help="of inference: latency (default), or throughput: --batch and above")
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")
