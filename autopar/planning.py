@@ -222,7 +222,7 @@ def _plan_inference(
         throughput=options.objective == "throughput", progress=progress,
     )  # fmt: skip
     plan = plan_of_result(
-        graph, cluster, result.plan_result, (), optimizer="none", replicated_ops=notes, name=options.name, source=options.source,
+        graph, cluster, result.plan_result, (), optimizer="sgd", replicated_ops=notes, name=options.name, source=options.source,
         seq=options.seq, constrained=search_options.pins,
     )  # fmt: skip
     info = InferenceInfo(

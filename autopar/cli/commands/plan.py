@@ -158,7 +158,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("plan", describe(plan.graph, plan.candidate)),
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
-        ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
+        ("precision", precision_text(plan.candidate.precision) + ("" if document.inference else f", {document.optimizer}")),
         *_inference(plan),
         ("step", _step(plan)),
         ("memory", _memory(plan)),

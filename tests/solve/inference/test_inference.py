@@ -80,7 +80,7 @@ def test_decoding_is_priced_as_it_will_run(graphs: tuple[Graph, Graph], results:
     """The program that `generate` makes of the same weights, with the cache as it hands it over, takes the seconds that were
     promised (to half of what the models resolve); the cache is divided over devices by heads and by examples."""
     (prefill, graph), result, cluster = graphs, results[degree], Cluster.parse(CLUSTER)
-    plan = plan_of_result(prefill, cluster, result.plan_result, (), optimizer="none")
+    plan = plan_of_result(prefill, cluster, result.plan_result, (), optimizer="sgd")
     tp = plan.candidate.mesh.size_of("tp")
     heads = Shard(1) if tp == 2 else Replicate()
     assert graph.interface is not None and result.decode is not None
@@ -88,7 +88,7 @@ def test_decoding_is_priced_as_it_will_run(graphs: tuple[Graph, Graph], results:
     names += [each.value for each in graph.outputs if each.path.startswith("past_key_values")]
     placed = {name: {"tp": heads} if tp > 1 else {} for name in names}
     found, candidate = plan_variant(graph, plan, cluster, registry(), placed)
-    seconds = evaluate(found, candidate, cluster, "none").step_seconds
+    seconds = evaluate(found, candidate, cluster, "sgd").step_seconds
     assert seconds == pytest.approx(result.decode.evaluation.step_seconds, rel=1e-2)
     assert stored_placements(found, candidate) == stored_placements(plan.graph, plan.candidate)
     whole = 2 * 2 * 2 * 16 * 64 * 2 * 8  # keys and values of 2 layers, 2 heads of 16, 64 positions, bfloat16, 8 examples
