@@ -14,6 +14,7 @@ from autopar.cli.tables.plan import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.errors import AutoparError
 from autopar.explain.ranking import (
     CostRow,
     collective_rows,
@@ -142,6 +143,8 @@ def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Co
 
 def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argparse.Namespace, console: Console) -> None:
     question = parse_what_if(arguments.what_if)
+    if plan.document.inference is not None:
+        raise AutoparError("--what-if searches as for training, and this plan is for inference: plan again with the change")
     options = SearchOptions(
         batch=plan.candidate.batch,
         precision=plan.candidate.precision,
