@@ -15,6 +15,7 @@ from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.memory_events import KINDS
+from autopar.cost_models.tensors.saved_tensors import known_saves
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import Plan
@@ -164,6 +165,38 @@ def test_a_plan_without_a_cluster_has_a_small_report_too(one_stage: Plan) -> Non
 def test_importing_autopar_does_not_import_the_report() -> None:
     code = "import sys, autopar, autopar.cli; assert not [name for name in sys.modules if name.startswith('autopar.report')]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+UNNEEDED = ("torch", "numpy", "scipy", "ortools", "transformers")
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "inspect"])
+def test_who_reads_a_plan_imports_no_torch(command: str, pipelined: Callable[..., Plan], tmp_path: Path) -> None:
+    """Of 16,384 devices; torch's import would take longer than all else. What autograd saves stands in the file."""
+    path = tmp_path / "plan.json"
+    pipelined(Pipeline(2, 1, "1f1b"), 256, 2048).save(path)
+    code = (
+        "import sys; from autopar.cli import main; status = main(sys.argv[1:]); "
+        f"sys.exit(status or str([name for name in {UNNEEDED} if name in sys.modules]))"
+    )
+    words = [command, str(path), *(["-o", str(tmp_path / "out")] if command != "inspect" else [])]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.stderr.strip() == "[]"
+
+
+def test_the_file_says_what_was_observed(one_stage: Plan) -> None:
+    """The prices are those without it; and it is what is used."""
+    saves = load(one_stage).document.saves
+    with known_saves(saves):
+        before = evaluation_of(one_stage)
+    assert before == evaluation_of(one_stage)
+    nothing = {key: replace(each, operands=(False,) * len(each.operands)) for key, each in saves.items()}
+    with known_saves(nothing):
+        assert evaluation_of(one_stage).peak_memory_bytes < before.peak_memory_bytes
+
+
+def load(plan: Plan) -> Plan:
+    return Plan.from_json(plan.to_json())
 
 
 def test_the_report_is_the_same_twice(one_stage: Plan) -> None:
