@@ -28,6 +28,7 @@ from autopar.files import read_text, write_whole
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
+from autopar.runtime.progress import advance, working
 from autopar.runtime.step.out_of_memory import is_out_of_memory
 
 WARM_UP_STEPS = 2
@@ -58,8 +59,10 @@ def race(
     if plans[0].graph.interface is not None and not plans[0].graph.interface.has_loss:
         raise AutoparError("steps are measured from a loss to its update, and the model returns none: pass one that does")
     raced = [RacedPlan(plan) for plan in plans]
-    for _ in range(laps):
-        for number, each in enumerate(raced):
+    with working(f"running {len(plans)} plans in turn", laps * len(plans)):
+        for number in [*range(len(raced))] * laps:
+            each = raced[number]
+            advance(detail=each.plan.describe())
             if each.error:
                 continue
             try:
