@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -43,11 +45,11 @@ class Work:
     began: float = field(default_factory=time.monotonic)
 
     def words(self) -> str:
-        """What is done, in one line."""
+        """Return what is done, in one line."""
         return " ".join(f"{self.what}: {self.detail}".split()).removesuffix(":")[:_LONGEST]
 
     def line(self, seconds: float) -> str:
-        """What is done, how far it is, and since when."""
+        """Return what is done, how far it is, and since when."""
         share = f", {100 * min(1.0, self.done / self.total):.0f} %" if self.total else ""
         return f"{self.words()}{share}, {seconds:.0f} s"
 
@@ -69,7 +71,8 @@ def working(what: str, total: float = 0.0, say: Callable[[str], object] | None =
     if outer is not None:
         outer.inside = work
     elif os.environ.get("RANK", "0") in ("", "0"):
-        thread = threading.Thread(target=_show, args=(work, ended, say or LOGGER.info), name="autopar progress", daemon=True)
+        shown = (work, ended, _bar(), say or LOGGER.info)
+        thread = threading.Thread(target=_show, args=shown, name="autopar progress", daemon=True)
         thread.start()
     try:
         yield work
@@ -97,10 +100,9 @@ def tell(detail: str, share: float) -> None:
         work.detail, work.done = detail, share * work.total
 
 
-def _show(work: Work, ended: threading.Event, say: Callable[[str], object]) -> None:
+def _show(work: Work, ended: threading.Event, bar: Any, say: Callable[[str], object]) -> None:
     if ended.wait(QUIET_SECONDS):
         return
-    bar = _bar()
     if bar is None:
         while True:
             say(work.innermost.line(time.monotonic() - work.began))
@@ -117,19 +119,23 @@ def _show(work: Work, ended: threading.Event, say: Callable[[str], object]) -> N
 
 
 def _bar() -> Any:
-    """Return a bar of rich, or None where it is not installed (an exported program runs without it) or has nowhere to draw."""
-    with suppress(ImportError):
+    """Return a bar of rich, or None where it has nowhere to draw or is not installed (an exported program runs without it)."""
+    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+    if not notebook and not sys.stderr.isatty():
+        return None
+    state = random.getstate()  # rich draws from Python's generator when it is imported, which is the user's
+    try:
         shown: Any = import_module("rich.progress")
         console = import_module("rich.console").Console(stderr=True)
-        if console.is_jupyter and find_spec("ipywidgets") is None:
-            return None
-        if console.is_terminal or console.is_jupyter:
-            columns = (
-                shown.TextColumn("autopar: {task.description}", markup=False),
-                shown.BarColumn(),
-                shown.TaskProgressColumn(),
-                shown.TimeElapsedColumn(),
-            )
-            settings = {"transient": True, "auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-            return shown.Progress(*columns, console=console, **settings)
-    return None
+    except ImportError:
+        return None
+    finally:
+        random.setstate(state)
+    columns = (
+        shown.TextColumn("autopar: {task.description}", markup=False),
+        shown.BarColumn(),
+        shown.TaskProgressColumn(),
+        shown.TimeElapsedColumn(),
+    )
+    settings = {"transient": True, "auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+    return shown.Progress(*columns, console=console, **settings)

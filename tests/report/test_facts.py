@@ -167,6 +167,52 @@ def test_importing_autopar_does_not_import_the_report() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_losses_add_up_to_the_step(plan: Plan) -> None:
+    """From the model's FLOPs at the peak; the largest stands in the first sentence of the page."""
+    head, evaluation = page_facts(plan)["head"], evaluation_of(plan)
+    assert head["ideal_seconds"] == pytest.approx(evaluation.mfu * evaluation.step_seconds, rel=1e-9)
+    lost = sum(seconds for _, seconds in head["losses"])
+    assert head["ideal_seconds"] + lost == pytest.approx(evaluation.step_seconds, rel=1e-9)
+    largest, seconds = max(head["losses"], key=lambda part: part[1])
+    assert f"largest losses: {seconds:.3g} s {largest}" in head["reasons"][0]
+
+
+def test_recomputation_is_a_loss(one_stage: Plan) -> None:
+    blocks = tuple(replace(block, recompute=True) for block in one_stage.candidate.blocks)
+    again = replace(one_stage, candidate=replace(one_stage.candidate, blocks=blocks))
+    before, after = (dict(page_facts(each)["head"]["losses"]) for each in (one_stage, again))
+    assert after["what the backward computes again"] > 0.2 * before["matrix products below the peak"]
+    assert before.get("what the backward computes again", 0.0) < after["what the backward computes again"]
+
+
+def test_budgets_are_never_slower_with_more_memory(plan: Plan) -> None:
+    facts = page_facts(plan)
+    rows = facts["budgets"]
+    assert sum(row["name"] == "this plan" for row in rows) == 1
+    others = [row for row in rows if row["name"] != "this plan"]
+    assert [row["peak_bytes"] for row in rows] == sorted(row["peak_bytes"] for row in rows)
+    assert [row["step_seconds"] for row in others] == sorted((row["step_seconds"] for row in others), reverse=True)
+    known = {row["name"]: row for row in facts["what_if"]}
+    for row in rows:
+        change = known.get(row["name"].removeprefix("this plan, "))
+        assert change is None or (change["step_seconds"], change["fits"]) == (row["step_seconds"], row["fits"])
+
+
+def test_a_new_search_adds_a_row(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `explain --what-if` finds; and what does not fit is a line."""
+    out = tmp_path / "report.html"
+    words = ["--what-if", "memory=40", "--what-if", "memory=0.001"]
+    assert main(["report", str(plan_path), "-o", str(out), *words]) == 0
+    said = capsys.readouterr().err
+    assert "planning with memory=40" in said and "memory=0.001: " in said
+    assert main(["explain", str(plan_path), "--what-if", "memory=40", "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)["after"]
+    text = out.read_text()
+    facts = json.loads(text[text.index('id="facts">') + len('id="facts">') :].partition("</script>")[0])
+    (row,) = [row for row in facts["what_if"] if row["name"].startswith("memory=40, searched: ")]
+    assert (row["step_seconds"], row["peak_bytes"]) == (after["step_seconds"], after["peak_memory_bytes"])
+
+
 UNNEEDED = ("torch", "numpy", "scipy", "ortools", "transformers")
 
 

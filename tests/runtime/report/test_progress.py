@@ -21,8 +21,9 @@ from autopar.runtime import progress
 from autopar.runtime.progress import Work, advance, working
 
 BAR = """
-import sys, time
+import random, sys, time
 from autopar.runtime import progress
+state = random.getstate()
 progress.QUIET_SECONDS, progress.BAR_SECONDS = 0.0, 0.01
 with progress.working("saving [b]all", 4):
     progress.advance(1, "first")
@@ -30,7 +31,7 @@ with progress.working("saving [b]all", 4):
     progress.advance(2)
     with progress.working("an inner part"):
         time.sleep(1)
-print("done")
+print("done" if random.getstate() == state else "drawn: rich took numbers of the user's generator")
 """
 
 
@@ -109,7 +110,7 @@ def test_an_error_ends_it(lines: pytest.LogCaptureFixture) -> None:
 def seen_works(patch: pytest.MonkeyPatch) -> list[Work]:
     """The works that begin from now on on this rank."""
     seen: list[Work] = []
-    patch.setattr(progress, "_show", lambda work, ended, say: seen.append(work))
+    patch.setattr(progress, "_show", lambda work, *_: seen.append(work))
     return seen
 
 
