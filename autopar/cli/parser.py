@@ -272,6 +272,10 @@ def build_parser() -> argparse.ArgumentParser:
     trace = add("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
     trace.add_argument("plan", metavar="plan.json")
     trace.add_argument("-o", "--output", default="trace.json", metavar="trace.json", help="where (default trace.json)")
+    trace.add_argument(
+        "--measured", default="", metavar="measured_trace.json",
+        help="what parallel.report().save_trace(...) wrote, into the same file",
+    )  # fmt: skip
 
     verify = add(
         "verify",

@@ -66,11 +66,13 @@ def _searched(plan: Plan, arguments: argparse.Namespace, console: Console) -> li
 
 
 def _trace(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
-    from autopar.report.chrome_trace import chrome_trace
+    from autopar.report.chrome_trace import chrome_trace, measured_events
     from autopar.report.facts import plan_timeline
 
     _, timeline = plan_timeline(plan)
     trace = chrome_trace(plan, timeline)
+    if arguments.measured:
+        trace["traceEvents"] += measured_events(arguments.measured)
     write_whole(arguments.output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     about = trace["otherData"]
     return {
