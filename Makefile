@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-short test test-full check lint setup wheel clean
+.PHONY: demo demo-short test test-full check lint setup pictures wheel clean
 
 demo: $(RUNTIME)
 	$(PY) examples/train_gpt.py
@@ -52,6 +52,12 @@ $(RUNTIME):
 $(STAMP): | $(RUNTIME)
 	$(INSTALL) '.[dev]'
 	@touch $@
+
+# The pictures of docs/report.md and the README; they need Chromium.
+pictures: $(STAMP)
+	@mkdir -p build
+	$(PY) -m autopar plan llama3-70b --cluster dgx-h100:8 --batch 128 --seq 8192 --dtype bf16 -o build/llama3-70b.json
+	cd tests && ../$(PY) -m support.pictures ../build/llama3-70b.json ../docs/pictures
 
 wheel: $(STAMP)
 	$(PY) -m pip wheel --quiet --no-deps -w dist .

@@ -25,7 +25,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
-from autopar.explain.progress import say_measuring, say_plan, saying_progress
+from autopar.explain.progress import LOGGER, say_measuring, say_plan
 from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan, compiler_of, priced_as
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -175,8 +175,8 @@ def _build(
         fill_missing(model, tensors)
         if run.plan is None:
             priced = cluster_named(named, cache_folder(), _launched(), say_measuring)
-            with saying_progress(type(model).__name__, priced.name, options.time_limit_seconds):
-                return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
+            LOGGER.info("planning %s for %s (at most %g s)", type(model).__name__, priced.name, options.time_limit_seconds)
+            return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
         given = check_plan(run.plan, model, cluster, example_inputs, options.outputs, options.loss_fn)
         check_options(given, model, options.precision, options.force, options.constraints, options.held_bytes)
         return given

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
 from autopar.precision import PrecisionLike, check_float8_devices, compute_dtype_of, precision_of
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
+from autopar.runtime.progress import advance, working
 from autopar.software.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
@@ -127,8 +129,13 @@ def plan_with(
     cache: Path | None = None,
     graph: Graph | None = None,
 ) -> Plan:
-    """The plan of `make_plan`, for options that were checked."""
-    return nearest_plans(model, cluster, example_inputs, options, 1, progress=progress, cache=cache, graph=graph)[0]
+    """The plan of `make_plan`, for options that were checked. Without `progress` a search that takes long shows a bar."""
+    if progress is not None:
+        return nearest_plans(model, cluster, example_inputs, options, 1, progress=progress, cache=cache, graph=graph)[0]
+    with working(f"planning {options.name or type(model).__name__} for {getattr(cluster, 'name', cluster)}"):
+        advance(0, "capturing the model")
+        shown = partial(advance, 0)
+        return nearest_plans(model, cluster, example_inputs, options, 1, progress=shown, cache=cache, graph=graph)[0]
 
 
 def nearest_plans(

@@ -8,19 +8,27 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from autopar.api import parallelize
+from autopar.cost_models.calibrate.fit_steps import MeasuredStep, fit_steps
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.cluster_file import in_human_units
+from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_tuned_line
 from autopar.dryrun.run import make_optimizer
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ClusterError
+from autopar.files import read_text, write_whole
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
+from autopar.runtime.progress import advance, working
 from autopar.runtime.step.out_of_memory import is_out_of_memory
 
 WARM_UP_STEPS = 2
@@ -51,8 +59,10 @@ def race(
     if plans[0].graph.interface is not None and not plans[0].graph.interface.has_loss:
         raise AutoparError("steps are measured from a loss to its update, and the model returns none: pass one that does")
     raced = [RacedPlan(plan) for plan in plans]
-    for _ in range(laps):
-        for number, each in enumerate(raced):
+    with working(f"running {len(plans)} plans in turn", laps * len(plans)):
+        for number in [*range(len(raced))] * laps:
+            each = raced[number]
+            advance(detail=each.plan.describe())
             if each.error:
                 continue
             try:
@@ -70,6 +80,50 @@ def fastest(raced: Sequence[RacedPlan]) -> RacedPlan:
     """Return the plan with the shortest median step; the first one unless another is faster by `LEAST_GAIN`."""
     best = min(raced, key=lambda each: each.median_seconds)
     return best if best.median_seconds < raced[0].median_seconds * (1 - LEAST_GAIN) else raced[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a race says of its cluster: shares of the cluster's figures, and predicted over measured steps, as they were and with
+    these shares."""
+
+    rates: TunedRates
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    def __str__(self) -> str:
+        before, after = (f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in (self.before, self.after))
+        return f"predicted over measured steps were {before}, and are {after} with it"
+
+
+def learn(raced: Sequence[RacedPlan]) -> Lesson:
+    """Return what the plans that ran say of their cluster."""
+    steps = [
+        MeasuredStep(
+            each.plan.graph, each.plan.candidate, Cluster.from_dict(each.plan.document.cluster.description),
+            each.plan.document.optimizer, each.median_seconds,
+        )
+        for each in raced
+        if isfinite(each.median_seconds)
+    ]  # fmt: skip
+    rates = fit_steps(steps)
+    before, after = (tuple(each.ratio(shares) for each in steps) for shares in (TunedRates(), rates))
+    return Lesson(rates, before, after)
+
+
+def cluster_file(cluster: str, plan: str) -> Path:
+    """Return the file that keeps what is learnt of a cluster: its own, or for the name of one a file beside the plan."""
+    return Path(cluster) if cluster.endswith((".yaml", ".yml")) else Path(plan).with_suffix(".cluster.yaml")
+
+
+def keep(lesson: Lesson, cluster: Cluster, path: Path, how: str) -> None:
+    """Write the shares into the cluster's file, on top of those that it has, or the whole cluster where it is no file."""
+    if cluster.name == str(path):
+        text = read_text(path, ClusterError, "cluster file")
+    else:
+        content = {key: value for key, value in cluster.to_dict().items() if key != "name"}
+        text = yaml.safe_dump(in_human_units(content), sort_keys=False, width=128)
+    write_whole(path, with_tuned_line(text, tuned_of(text).times(lesson.rates), f"{how}: {lesson}"))
 
 
 class _LapProblem(AutoparError):

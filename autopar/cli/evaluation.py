@@ -25,12 +25,17 @@ def read_plan(path: str) -> Plan:
 
 
 def with_plan(command: Callable[[Plan, argparse.Namespace, Console], int]) -> Callable[[argparse.Namespace, Console], int]:
-    """A command that is called with the plan of its file; what it then runs into is the file's fault, and one line."""
+    """A command that is called with the plan of its file; what it then runs into is the file's fault, and one line. What autograd
+    saves is what the file says: torch, whose import takes longer than the command, is not needed to ask it."""
 
     @functools.wraps(command)
     def run(arguments: argparse.Namespace, console: Console) -> int:
+        from autopar.cost_models.tensors.saved_tensors import known_saves
+
         with refuse_misfits(arguments.plan):
-            return command(read_plan(arguments.plan), arguments, console)
+            plan = read_plan(arguments.plan)
+            with known_saves(plan.document.saves):
+                return command(plan, arguments, console)
 
     return run
 

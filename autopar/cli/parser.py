@@ -269,9 +269,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--measured", default="", metavar="measured.json",
         help="what parallel.report().save(...) wrote, to stand beside (default: measured.json beside the plan, if there)",
     )  # fmt: skip
+    report.add_argument(
+        "--what-if", action="append", metavar="memory=160",
+        help="plan again with another memory (GiB), nodes, batch or degree, and show what that would take; may be repeated",
+    )  # fmt: skip
+    report.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of a new search (default 300)")
     trace = add("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
     trace.add_argument("plan", metavar="plan.json")
     trace.add_argument("-o", "--output", default="trace.json", metavar="trace.json", help="where (default trace.json)")
+    trace.add_argument(
+        "--measured", default="", metavar="measured_trace.json",
+        help="what parallel.report().save_trace(...) wrote, into the same file",
+    )  # fmt: skip
 
     verify = add(
         "verify",

@@ -1,47 +1,13 @@
-"""Lines while rank 0 plans, and on the plan that it chose, by the logger ``autopar``."""
+"""Lines on the measurement of this machine, and on the plan that was chosen, by the logger ``autopar``."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
-import threading
-import time
-from collections.abc import Iterator
 
 from autopar.ir.describe import cut_short_text
 from autopar.ir.plan_file.plan_file import Plan
 
 LOGGER = logging.getLogger("autopar")
-
-_EVERY_SECONDS = 5.0
-"""The seconds from one line of progress to the next."""
-
-
-@contextlib.contextmanager
-def saying_progress(model: str, cluster: str, time_limit_seconds: float) -> Iterator[None]:
-    """Write a line at the start, and one now and then; on a terminal it is written over itself, and gone at the end."""
-    started, done = time.monotonic(), threading.Event()
-    LOGGER.info("planning %s for %s (at most %g s)", model, cluster, time_limit_seconds)
-    terminal = sys.stderr.isatty()
-
-    def say() -> None:
-        while not done.wait(_EVERY_SECONDS):
-            seconds = time.monotonic() - started
-            LOGGER.info("planning %s for %s: %.0f s", model, cluster, seconds)
-            if terminal:
-                print(f"\rautopar: planning {model} for {cluster}: {seconds:.0f} s ", end="", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=say, name="autopar progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        if terminal and time.monotonic() - started > _EVERY_SECONDS:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
 
 def say_measuring(line: str) -> None:
     """Write a line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""

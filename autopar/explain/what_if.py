@@ -10,6 +10,7 @@ from autopar.cost_models.step.evaluate import Evaluation
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.infeasible import enlarged
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.result import PlanResult
@@ -68,6 +69,19 @@ def plan_what_if(
         batch=question.batch or options.batch,
     )
     return cluster, search(graph, cluster, options, progress)
+
+
+def what_if_options(plan: Plan, time_limit_seconds: float) -> SearchOptions:
+    """Return the options of a search that asks what the plan's own asked. AutoparError for a plan for inference."""
+    if plan.document.inference is not None:
+        raise AutoparError("--what-if searches as for training, and this plan is for inference: plan again with the change")
+    return SearchOptions(
+        batch=plan.candidate.batch,
+        precision=plan.candidate.precision,
+        optimizer=plan.document.optimizer,
+        time_limit_seconds=time_limit_seconds,
+        pins=plan.document.search.constrained,
+    )
 
 
 def compare_plans(

@@ -7,22 +7,25 @@ Names are those of a measured step (`parallel.report().save_trace`): ``forward B
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from autopar.cost_models.breakdown.step_timeline import StageSpan, StepTimeline
 from autopar.cost_models.step.streams import COMPUTE, EXPOSED, STALL, TRANSFER, StreamSpan
+from autopar.errors import FileError
+from autopar.files import read_bytes
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.report.timeline_facts import ACTION_WORDS
+from autopar.runtime.report.trace_event import MAIN, complete_event, metadata_event
 
-PASSES, MAIN, DATA = 0, 1, 2
+PASSES, DATA = 0, 2
 THREADS = {PASSES: "passes of micro-batches", MAIN: "main stream", DATA: "data axis (overlapped communication)"}
 MOST_EVENTS = 200_000
 """With more, only the first and the last micro-batch of each stage have events of their streams: a viewer has to load the
 file."""
-
-_DIGITS = 4
-"""Decimals of times in microseconds."""
 
 Event = dict[str, Any]
 
@@ -44,14 +47,45 @@ def chrome_trace(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
     }
 
 
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_MOST_BYTES = 256 * 2**20
+
+
+class _MeasuredEvent(msgspec.Struct, omit_defaults=True):
+    ph: Literal["X", "M"]
+    name: Annotated[str, msgspec.Meta(max_length=300)]
+    pid: _Whole
+    tid: _Whole
+    args: dict[str, Any]
+    ts: _Number | None = None
+    dur: _Number | None = None
+
+
+class _MeasuredTrace(msgspec.Struct):
+    traceEvents: list[_MeasuredEvent]  # noqa: N815  the format's name
+
+
+def measured_events(path: str | Path) -> list[Event]:
+    """Return the events that ``parallel.report().save_trace`` wrote, whose processes are others than those of a plan: both steps
+    begin at 0. FileError where the file is none."""
+    try:
+        trace = msgspec.json.decode(read_bytes(path, FileError, "the measured trace", _MOST_BYTES), type=_MeasuredTrace)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as fault:
+        remedy = "name a file that parallel.report().save_trace(...) wrote"
+        raise FileError(f"{path} is no measured trace ({fault}): {remedy}") from None
+    events: list[Event] = msgspec.to_builtins(trace.traceEvents)
+    return events
+
+
 def _stage_events(plan: Plan, timeline: StepTimeline, stage: int, whole: bool) -> Iterator[Event]:
     ranks = plan.candidate.mesh.size
     first = stage * ranks
     name = f"stage {stage}: rank {first}" + (f" (as ranks {first} to {first + ranks - 1})" if ranks > 1 else "")
-    yield _named("process_name", stage, PASSES, name)
-    yield {"ph": "M", "name": "process_sort_index", "pid": stage, "tid": PASSES, "args": {"sort_index": stage}}
+    yield metadata_event("process_name", stage, PASSES, name=name)
+    yield metadata_event("process_sort_index", stage, PASSES, sort_index=2 * stage)
     for thread, words in THREADS.items():
-        yield _named("thread_name", stage, thread, words)
+        yield metadata_event("thread_name", stage, thread, name=words)
     own = timeline.stages[stage]
     last = max((span.micro_batch for span in own.spans), default=0)
     for span, inside in zip(own.spans, own.passes, strict=True):
@@ -65,19 +99,9 @@ def _stage_events(plan: Plan, timeline: StepTimeline, stage: int, whole: bool) -
 ACTIONS = (FORWARD, BACKWARD, "I", "W")
 
 
-def _named(what: str, stage: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": stage, "tid": thread, "args": {"name": name}}
-
-
-def _event(name: str, stage: int, thread: int, start: float, end: float, **args: Any) -> Event:
-    """Return a complete event; the format counts microseconds."""
-    place = {"pid": stage, "tid": thread, "ts": round(1e6 * start, _DIGITS), "dur": round(1e6 * (end - start), _DIGITS)}
-    return {"ph": "X", "name": name, **place, "args": args}
-
-
 def _action_event(stage: int, span: StageSpan) -> Event:
     args = {"chunk": span.chunk, "micro_batch": span.micro_batch} if span.micro_batch >= 0 else {}
-    return _event(ACTION_WORDS[span.action], stage, PASSES, span.start_seconds, span.end_seconds, **args)
+    return complete_event(ACTION_WORDS[span.action], stage, PASSES, span.start_seconds, span.end_seconds, **args)
 
 
 def _stream_event(plan: Plan, timeline: StepTimeline, stage: int, span: StageSpan, each: StreamSpan) -> Event:
@@ -90,6 +114,6 @@ def _stream_event(plan: Plan, timeline: StepTimeline, stage: int, span: StageSpa
         STALL: "wait for the data axis",
         TRANSFER: each.what,
     }[each.kind]
-    place = {"module": call.prefix or call.block} if call is not None else {}
+    about = {"micro_batch": span.micro_batch} | ({"module": call.prefix or call.block} if call is not None else {})
     thread = DATA if each.kind == TRANSFER else MAIN
-    return _event(name.strip(), stage, thread, each.start_seconds, each.end_seconds, micro_batch=span.micro_batch, **place)
+    return complete_event(name.strip(), stage, thread, each.start_seconds, each.end_seconds, **about)

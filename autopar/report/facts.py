@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline, step_timeline
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.explain.losses import step_losses
 from autopar.explain.reasons import plan_reasons
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.cluster_facts import cluster_facts
 from autopar.report.memory_facts import memory_facts
 from autopar.report.model_facts import model_facts
-from autopar.report.search_facts import price_facts, search_facts, what_if_facts
+from autopar.report.search_facts import SearchedChange, budget_facts, price_facts, search_facts, what_if_facts
 from autopar.report.step_facts import measured_facts, step_facts
 from autopar.report.timeline_facts import timeline_facts
 
@@ -26,8 +28,11 @@ def plan_timeline(plan: Plan) -> tuple[Cluster, StepTimeline]:
     return cluster, step_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)
 
 
-def page_facts(plan: Plan, measured: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the facts of each panel. `measured` is the step that `parallel.report().save` wrote."""
+def page_facts(
+    plan: Plan, measured: dict[str, Any] | None = None, searched: Sequence[SearchedChange] = ()
+) -> dict[str, Any]:
+    """Return the facts of each panel. `measured` is the step that `parallel.report().save` wrote, `searched` what was planned
+    under other constraints."""
     cluster, timeline = plan_timeline(plan)
     step = step_facts(plan, timeline)
     return {
@@ -40,13 +45,15 @@ def page_facts(plan: Plan, measured: dict[str, Any] | None = None) -> dict[str, 
         "cluster": cluster_facts(plan, cluster, timeline),
         "search": search_facts(plan, timeline.evaluation),
         "prices": price_facts(plan, timeline.evaluation),
-        "what_if": what_if_facts(plan, cluster, timeline.evaluation),
+        "what_if": what_if_facts(plan, cluster, searched),
+        "budgets": budget_facts(plan, cluster, timeline.evaluation),
     }
 
 
 def head_facts(plan: Plan, cluster: Cluster, timeline: StepTimeline) -> dict[str, Any]:
     """Return the title, the figures of the step, and why it takes as long (`explain.reasons`)."""
     document, evaluation = plan.document, timeline.evaluation
+    losses = step_losses(plan.graph, plan.candidate, cluster, evaluation, document.optimizer)
     tokens = document.batch.seq and plan.candidate.batch * document.batch.seq
     rate = tokens / evaluation.step_seconds / plan.candidate.devices if tokens and evaluation.step_seconds else None
     return {
@@ -65,5 +72,14 @@ def head_facts(plan: Plan, cluster: Cluster, timeline: StepTimeline) -> dict[str
         "peak_bytes": evaluation.peak_memory_bytes,
         "budget_bytes": evaluation.memory_budget_bytes,
         "lower_bound_seconds": document.predicted.lower_bound_seconds,
-        "reasons": list(plan_reasons(plan.graph, plan.candidate, cluster, evaluation)),
+        "ideal_seconds": losses.ideal_seconds,
+        "losses": [list(part) for part in losses.parts],
+        "reasons": [str(losses), *_faster(plan), *plan_reasons(plan.graph, plan.candidate, cluster, evaluation)],
     }
+
+
+def _faster(plan: Plan) -> Iterator[str]:
+    """Yield what is faster on other software, and why."""
+    for each in plan.document.baselines.values():
+        if each is not None and each.reason:
+            yield f"{each.title}: {each.reason}."

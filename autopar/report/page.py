@@ -5,19 +5,21 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.facts import page_facts
+from autopar.report.search_facts import SearchedChange
 
 SCRIPTS = ("base.js", "step.js", "timeline.js", "memory.js", "model.js", "cluster.js", "prices.js", "search.js")
 """In the order in which they are run: each adds its panels, the last one draws them all."""
 
 
-def report_page(plan: Plan, measured: dict[str, Any] | None = None) -> str:
+def report_page(plan: Plan, measured: dict[str, Any] | None = None, searched: Sequence[SearchedChange] = ()) -> str:
     """Return the text of the page. PlanError where the plan's file does not describe its cluster."""
-    return page_of(page_facts(plan, measured))
+    return page_of(page_facts(plan, measured, searched))
 
 
 def page_of(facts: dict[str, Any]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster, with_devices
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
 from autopar.explain.reasons import evaluate_changes
+from autopar.ir.describe import describe
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.document import MeshResult
@@ -92,11 +95,25 @@ def price_facts(plan: Plan, evaluation: Evaluation) -> list[dict[str, Any]]:
     return rows
 
 
-def what_if_facts(plan: Plan, cluster: Cluster, evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the plan with one thing changed, each evaluated without a new search. Of twice and half the devices each has as many
-    examples as before."""
+@dataclass(frozen=True, slots=True)
+class SearchedChange:
+    """What a new search found under another constraint (`explain.what_if`)."""
+
+    name: str
+    graph: Graph
+    candidate: Candidate
+    evaluation: Evaluation
+
+
+def what_if_facts(plan: Plan, cluster: Cluster, searched: Sequence[SearchedChange] = ()) -> list[dict[str, Any]]:
+    """Return what new searches found, and the plan with one thing changed, each evaluated without a search. Of twice and half the
+    devices each has as many examples as before."""
     optimizer = plan.document.optimizer
     rows = [
+        _row(f"{each.name}, searched: {describe(each.graph, each.candidate)}", each.candidate, each.evaluation)
+        for each in searched
+    ]
+    rows += [
         {
             "name": each.name,
             "step_seconds": each.step_seconds,
@@ -111,16 +128,39 @@ def what_if_facts(plan: Plan, cluster: Cluster, evaluation: Evaluation) -> list[
             changed = evaluate(plan.graph, candidate, other, optimizer)
         except AutoparError:  # a cluster, or sizes of shards, that do not divide so
             continue
-        rows.append(
-            {
-                "name": name,
-                "step_seconds": changed.step_seconds,
-                "examples_per_second": _rate(candidate, changed.step_seconds),
-                "peak_bytes": changed.peak_memory_bytes,
-                "fits": changed.fits,
-            }
-        )
+        rows.append(_row(name, candidate, changed))
     return rows
+
+
+def budget_facts(plan: Plan, cluster: Cluster, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return this plan, and the fastest of what was solved, or evaluated with one thing changed, for each memory of a device from
+    which on another one is the fastest, the least memory first: what more memory would save, and less would cost."""
+    changes = evaluate_changes(plan.graph, plan.candidate, cluster, plan.document.optimizer)
+    options = [("this plan", evaluation.peak_memory_bytes, evaluation.step_seconds)]
+    options += [(f"this plan, {each.name}", each.peak_memory_bytes, each.step_seconds) for each in changes]
+    options += [
+        (each.mesh, each.peak_memory_bytes, each.step_seconds)
+        for each in plan.document.search.meshes
+        if each.step_seconds is not None and each.peak_memory_bytes is not None
+    ]
+    out: list[dict[str, Any]] = []
+    for name, peak, seconds in sorted(options, key=lambda option: option[1:]):
+        fastest = min((row["step_seconds"] for row in out), default=inf)
+        if name == "this plan" or seconds < fastest * (1 - _SAME):
+            out.append({"name": name, "peak_bytes": peak, "device_bytes": peak / (1 - cluster.device.memory_margin),
+                        "step_seconds": seconds, "fits": peak <= evaluation.memory_budget_bytes})  # fmt: skip
+    return out
+
+
+_SAME = 1e-3
+"""The share of a step that is no reason to name another plan."""
+
+
+def _row(name: str, candidate: Candidate, evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "name": name, "step_seconds": evaluation.step_seconds, "examples_per_second": _rate(candidate, evaluation.step_seconds),
+        "peak_bytes": evaluation.peak_memory_bytes, "fits": evaluation.fits,
+    }  # fmt: skip
 
 
 def _rate(candidate: Candidate, step_seconds: float) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.tensors.saved_tensors import observed_saves
 from autopar.ir import dims
 from autopar.ir.describe import parallelism
 from autopar.ir.graph import Graph
@@ -50,6 +51,7 @@ def plan_of_result(
         search=_search(result, constrained or {}),
         replicated_ops=replicated_ops,
         replicated_share=dict(result.evaluation.redundant_share),
+        saves=observed_saves(planned, cluster.device.kind),
     )
 
 

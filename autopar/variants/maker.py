@@ -36,6 +36,7 @@ from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.device.axis import shares_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.plain.plain_model import preserved_modes
+from autopar.runtime.progress import working
 from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.variants import LOGGER, VariantParts
@@ -85,7 +86,8 @@ class VariantMaker:
     def make(self, call: KeyedCall, model: nn.Module) -> VariantParts:
         """The program of a call of `model`, a copy on the meta device, with its attributes of now. All ranks must call.
         AutoparError where it cannot be captured or planned."""
-        graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
+        with working(f"making a program for a call with {call.words()}"):
+            graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
         ranks = candidate.mesh.size_of(DATA_AXIS)
         uneven = candidate.batch % ranks != 0
         if self.proof:

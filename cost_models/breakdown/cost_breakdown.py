@@ -35,12 +35,14 @@ class OperationCost:
 
     times: its calls in a step (layers x micro-batches).
     seconds: of all of them: forward, backward and recomputation.
+    recomputed_seconds: of these, the recomputation.
     """
 
     block: str
     plan: NodePlan
     times: int
     seconds: float
+    recomputed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,9 @@ def _operations(
 ) -> Iterator[OperationCost]:
     for each in plan.nodes:
         cost = costs.node(each)
-        seconds = cost.forward_seconds * (1 + (each.node in recomputed)) + cost.backward_seconds
-        yield OperationCost(plan.block, each, times, times * seconds)
+        again = cost.forward_seconds * (each.node in recomputed)
+        seconds = cost.forward_seconds + cost.backward_seconds + again
+        yield OperationCost(plan.block, each, times, times * seconds, times * again)
 
 
 def _conversions(

@@ -27,6 +27,7 @@ from autopar.cost_models.hardware.cluster import Cluster, read_cluster, with_nod
 from autopar.cost_models.hardware.cluster_file import preset_path
 from autopar.errors import ClusterError, FileError
 from autopar.files import read_json, write_whole
+from autopar.runtime.progress import tell, working
 
 RETRY_SECONDS = 600.0
 """The seconds for which an unreliable measurement is used, at first; each further one doubles it."""
@@ -52,7 +53,7 @@ def default_local_cluster(processes: int) -> Cluster:
 
 def measure_local(processes: int, effort: Effort | None = None, progress: Progress | None = None) -> Calibration:
     """Measure now. ClusterError where that fails."""
-    run = measure_ranks(processes, effort or quick_effort(), progress or (lambda what, share: None))
+    run = measure_ranks(processes, effort or quick_effort(), progress or tell)
     return _calibrated(processes, run)
 
 
@@ -83,7 +84,8 @@ def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], ob
         tries, run = 0, None
     began = time.monotonic()
     say(f"measuring this machine as local:{processes}, about {QUICK_SECONDS:.0f} s, once (`autopar calibrate` measures longer)")
-    calibration = measure_local(processes)
+    with working("measuring this machine", 1.0):
+        calibration = measure_local(processes)
     say(f"measured in {time.monotonic() - began:.0f} s, kept in {path}")
     if run is not None:
         calibration = _calibrated(processes, calibration.run.faster(run))

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cost_models.compute.fusion import fusable_values, is_streaming
-from autopar.cost_models.tensors.saved_tensors import SavedTensors
 from autopar.ir.graph import Block, Node
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.table import operation
 
 

@@ -22,13 +22,14 @@ from autopar.cost_models.compute.kernels import (
 from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
+from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir import dims
 from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.operation import Operation, Sizes

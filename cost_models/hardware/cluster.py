@@ -18,6 +18,7 @@ from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_lo
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.stack_entries import planner_fractions
 from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.hardware.tuned_rates import TunedRates, parse_tuned
 from autopar.errors import ClusterError
 
 
@@ -162,26 +163,39 @@ def read_cluster(path: Path, name: str) -> Cluster:
     """Read a cluster from a YAML file; units may be in the keys (``memory_gib``). Instead of a device it may have `groups`, each
     with a `cluster` as `Cluster.parse` takes it; the other keys of the file (links, host, nvme) then replace those of the
     bottleneck. With ``like: dgx-h100`` it tells only what differs from that preset. A device of a known `generation` needs no
-    fractions: they are those of our own programs (`planner_fractions`). ClusterError names file and fault."""
+    fractions: they are those of our own programs (`planner_fractions`). ``tuned`` has the shares that steps reached. ClusterError
+    names file and fault."""
     data = read_yaml(path)
     try:
-        data = with_base(data)
-        if "groups" in data and "device" not in data:
-            names = [str(group["cluster"]) for group in data.pop("groups")]
-            if len(names) > _MOST_PARTS or not names or any(name.endswith((".yaml", ".yml")) for name in names):
-                raise ClusterError(f"groups: write 1 to {_MOST_PARTS} clusters by their names, each of preset:nodes")
-            clusters = tuple(map(Cluster.parse, names))
-            return Cluster.from_dict({**heterogeneous_cluster(clusters, name).to_dict(), **data})
-        if isinstance(device := data.get("device"), dict):
-            data["device"] = planner_fractions(str(device.get("generation", ""))) | device
-        alone: dict[str, Any] = {"links": []} if data.get("size", 1) == 1 else {}
-        return Cluster.from_dict({"name": name, "size": 1, **alone, **data})
+        tuned = parse_tuned(data.pop("tuned", None))
+        return with_tuned_rates(_cluster_of(with_base(data), name), tuned)
     except ClusterError as error:
         raise ClusterError(f"{path.name}: {error}") from None
     except ValueError as error:
         raise ClusterError(f"{path.name}: {error}") from None
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path.name}: each of groups needs a cluster ({error})") from None
+
+
+def _cluster_of(data: dict[str, Any], name: str) -> Cluster:
+    if "groups" in data and "device" not in data:
+        names = [str(group["cluster"]) for group in data.pop("groups")]
+        if len(names) > _MOST_PARTS or not names or any(name.endswith((".yaml", ".yml")) for name in names):
+            raise ClusterError(f"groups: write 1 to {_MOST_PARTS} clusters by their names, each of preset:nodes")
+        clusters = tuple(map(Cluster.parse, names))
+        return Cluster.from_dict({**heterogeneous_cluster(clusters, name).to_dict(), **data})
+    if isinstance(device := data.get("device"), dict):
+        data["device"] = planner_fractions(str(device.get("generation", ""))) | device
+    alone: dict[str, Any] = {"links": []} if data.get("size", 1) == 1 else {}
+    return Cluster.from_dict({"name": name, "size": 1, **alone, **data})
+
+
+def with_tuned_rates(cluster: Cluster, rates: TunedRates) -> Cluster:
+    """Return the cluster at these shares of its figures."""
+    groups = tuple(
+        replace(each, device=rates.of_device(each.device), links=rates.of_links(each.links)) for each in cluster.groups
+    )
+    return replace(cluster, device=rates.of_device(cluster.device), links=rates.of_links(cluster.links), groups=groups)
 
 
 def preset_with_devices(preset: str, size: int) -> Cluster:

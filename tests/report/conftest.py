@@ -43,7 +43,7 @@ def pipelined(one_stage: Plan) -> Callable[..., Plan]:
             one_stage.graph, replace(candidate, micro_batches=micro_batches, pipeline=pipeline), model=document.model,
             cluster=info, parallelism=document.parallelism, optimizer=document.optimizer,
             stage_chunks=chunks_of_stages(pipeline), predicted=document.predicted, search=document.search,
-            baselines=document.baselines,
+            baselines=document.baselines, saves=document.saves,
         )  # fmt: skip
 
     return make

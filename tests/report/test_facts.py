@@ -15,6 +15,7 @@ from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.memory_events import KINDS
+from autopar.cost_models.tensors.saved_tensors import known_saves
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import Plan
@@ -164,6 +165,84 @@ def test_a_plan_without_a_cluster_has_a_small_report_too(one_stage: Plan) -> Non
 def test_importing_autopar_does_not_import_the_report() -> None:
     code = "import sys, autopar, autopar.cli; assert not [name for name in sys.modules if name.startswith('autopar.report')]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_losses_add_up_to_the_step(plan: Plan) -> None:
+    """From the model's FLOPs at the peak; the largest stands in the first sentence of the page."""
+    head, evaluation = page_facts(plan)["head"], evaluation_of(plan)
+    assert head["ideal_seconds"] == pytest.approx(evaluation.mfu * evaluation.step_seconds, rel=1e-9)
+    lost = sum(seconds for _, seconds in head["losses"])
+    assert head["ideal_seconds"] + lost == pytest.approx(evaluation.step_seconds, rel=1e-9)
+    largest, seconds = max(head["losses"], key=lambda part: part[1])
+    assert f"largest losses: {seconds:.3g} s {largest}" in head["reasons"][0]
+
+
+def test_recomputation_is_a_loss(one_stage: Plan) -> None:
+    blocks = tuple(replace(block, recompute=True) for block in one_stage.candidate.blocks)
+    again = replace(one_stage, candidate=replace(one_stage.candidate, blocks=blocks))
+    before, after = (dict(page_facts(each)["head"]["losses"]) for each in (one_stage, again))
+    assert after["what the backward computes again"] > 0.2 * before["matrix products below the peak"]
+    assert before.get("what the backward computes again", 0.0) < after["what the backward computes again"]
+
+
+def test_budgets_are_never_slower_with_more_memory(plan: Plan) -> None:
+    facts = page_facts(plan)
+    rows = facts["budgets"]
+    assert sum(row["name"] == "this plan" for row in rows) == 1
+    others = [row for row in rows if row["name"] != "this plan"]
+    assert [row["peak_bytes"] for row in rows] == sorted(row["peak_bytes"] for row in rows)
+    assert [row["step_seconds"] for row in others] == sorted((row["step_seconds"] for row in others), reverse=True)
+    known = {row["name"]: row for row in facts["what_if"]}
+    for row in rows:
+        change = known.get(row["name"].removeprefix("this plan, "))
+        assert change is None or (change["step_seconds"], change["fits"]) == (row["step_seconds"], row["fits"])
+
+
+def test_a_new_search_adds_a_row(plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `explain --what-if` finds; and what does not fit is a line."""
+    out = tmp_path / "report.html"
+    words = ["--what-if", "memory=40", "--what-if", "memory=0.001"]
+    assert main(["report", str(plan_path), "-o", str(out), *words]) == 0
+    said = capsys.readouterr().err
+    assert "planning with memory=40" in said and "memory=0.001: " in said
+    assert main(["explain", str(plan_path), "--what-if", "memory=40", "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)["after"]
+    text = out.read_text()
+    facts = json.loads(text[text.index('id="facts">') + len('id="facts">') :].partition("</script>")[0])
+    (row,) = [row for row in facts["what_if"] if row["name"].startswith("memory=40, searched: ")]
+    assert (row["step_seconds"], row["peak_bytes"]) == (after["step_seconds"], after["peak_memory_bytes"])
+
+
+UNNEEDED = ("torch", "numpy", "scipy", "ortools", "transformers")
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "inspect"])
+def test_who_reads_a_plan_imports_no_torch(command: str, pipelined: Callable[..., Plan], tmp_path: Path) -> None:
+    """Of 16,384 devices; torch's import would take longer than all else. What autograd saves stands in the file."""
+    path = tmp_path / "plan.json"
+    pipelined(Pipeline(2, 1, "1f1b"), 256, 2048).save(path)
+    code = (
+        "import sys; from autopar.cli import main; status = main(sys.argv[1:]); "
+        f"sys.exit(status or str([name for name in {UNNEEDED} if name in sys.modules]))"
+    )
+    words = [command, str(path), *(["-o", str(tmp_path / "out")] if command != "inspect" else [])]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.stderr.strip() == "[]"
+
+
+def test_the_file_says_what_was_observed(one_stage: Plan) -> None:
+    """The prices are those without it; and it is what is used."""
+    saves = load(one_stage).document.saves
+    with known_saves(saves):
+        before = evaluation_of(one_stage)
+    assert before == evaluation_of(one_stage)
+    nothing = {key: replace(each, operands=(False,) * len(each.operands)) for key, each in saves.items()}
+    with known_saves(nothing):
+        assert evaluation_of(one_stage).peak_memory_bytes < before.peak_memory_bytes
+
+
+def load(plan: Plan) -> Plan:
+    return Plan.from_json(plan.to_json())
 
 
 def test_the_report_is_the_same_twice(one_stage: Plan) -> None:

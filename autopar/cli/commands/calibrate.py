@@ -7,14 +7,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console as RichConsole
-from rich.progress import Progress, TimeElapsedColumn
 
 from autopar.cli.console import Console, seconds, size
 from autopar.errors import ClusterError
@@ -29,6 +24,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Measures, writes the file, shows what was found."""
     from autopar.cost_models.calibrate.local_cluster import measure_local
     from autopar.cost_models.calibrate.measure import thorough_effort
+    from autopar.runtime.progress import working
 
     path = Path(arguments.output) if arguments.output else None
     if path is not None and path.suffix not in (".yaml", ".yml"):
@@ -47,8 +43,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     processes = arguments.processes or devices()
     start = time.monotonic()
     console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, under a minute")
-    with _bar(console) as progress:
-        found = measure_local(processes, thorough_effort(), progress)
+    with working("measuring", 1.0, console.progress):
+        found = measure_local(processes, thorough_effort())
     if path is not None:
         _write(found, path, time.monotonic() - start, console)
     else:
@@ -111,14 +107,15 @@ def _joined(here: JoinedRank, path: Path, levels: tuple[int, ...], console: Cons
     from autopar.cost_models.calibrate.fit_levels import fit_levels
     from autopar.cost_models.calibrate.joined_ranks import check_levels, measure_joined
     from autopar.cost_models.calibrate.measure import thorough_effort
+    from autopar.runtime.progress import tell, working
 
     wanted = check_levels(levels or (here.local_size,), here.size)
     start = time.monotonic()
     if here.rank == 0:
         check_target(path)
         console.progress(f"measuring {here.size} ranks on {here.size // here.local_size} nodes, for a minute or two")
-    with _bar(console) as progress:
-        found = measure_joined(here, wanted, thorough_effort(), progress)
+    with working("measuring", 1.0, console.progress):
+        found = measure_joined(here, wanted, thorough_effort(), tell)
     if found is not None:
         _write(fit_levels(found, date.today().isoformat()), path, time.monotonic() - start, console)
     # A thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
@@ -134,18 +131,6 @@ def devices() -> int:
     from autopar.cost_models.calibrate.measure import available_cores
 
     return torch.cuda.device_count() or max(2, min(4, available_cores()))
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal, else lines."""
-    terminal = RichConsole(stderr=True)
-    if not terminal.is_terminal:
-        yield lambda what, share: console.progress(what)
-        return
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=terminal, transient=True) as shown:
-        task = shown.add_task("starting", total=1.0)
-        yield lambda what, share: shown.update(task, completed=share, description=what)
 
 
 def _show(found: Calibration, path: Path, name: str, console: Console) -> None:

@@ -14,7 +14,7 @@ from autopar.cli.tables.plan import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.errors import AutoparError
+from autopar.explain.losses import step_losses
 from autopar.explain.ranking import (
     CostRow,
     collective_rows,
@@ -25,7 +25,7 @@ from autopar.explain.ranking import (
     row_formulas,
 )
 from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons, stage_words
-from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if
+from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if, what_if_options
 from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.software.by_hand import with_expert_prices
@@ -55,6 +55,7 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
 def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Console) -> None:
     graph, candidate = plan.graph, plan.candidate
     reasons = [f"constrained: {text}" for text in constraint_texts(plan.document.search.constrained)]
+    reasons.append(str(step_losses(graph, candidate, cluster, evaluation, plan.document.optimizer)))
     reasons += plan_reasons(graph, candidate, cluster, evaluation)
     console.text(f"{plan}\n" + "\n".join(reasons))
     breakdown = cost_breakdown(graph, candidate, cluster, plan.document.optimizer, evaluation.bottleneck)
@@ -143,15 +144,7 @@ def _baselines(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Co
 
 def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argparse.Namespace, console: Console) -> None:
     question = parse_what_if(arguments.what_if)
-    if plan.document.inference is not None:
-        raise AutoparError("--what-if searches as for training, and this plan is for inference: plan again with the change")
-    options = SearchOptions(
-        batch=plan.candidate.batch,
-        precision=plan.candidate.precision,
-        optimizer=plan.document.optimizer,
-        time_limit_seconds=arguments.time_limit,
-        pins=plan.document.search.constrained,
-    )
+    options = what_if_options(plan, arguments.time_limit)
     changed, found = plan_what_if(without_stage_variants(plan.graph), cluster, options, question, console.progress)
     differences = compare_plans((plan.candidate, before), (found.candidate, found.evaluation), (cluster.size, changed.size))
     console.table(f"What if {arguments.what_if}", ("", "this plan", "then"), differences)

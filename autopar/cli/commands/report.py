@@ -6,24 +6,29 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autopar.cli.console import Console, seconds, size
 from autopar.cli.evaluation import with_plan
+from autopar.errors import Infeasible
 from autopar.files import check_target, write_whole
 from autopar.ir.plan_file.plan_file import Plan
+
+if TYPE_CHECKING:
+    from autopar.report.search_facts import SearchedChange
 
 
 @with_plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Writes the page or, for ``autopar trace``, the trace."""
     check_target(arguments.output)
-    document = _trace(plan, arguments) if arguments.command == "trace" else _page(plan, arguments)
+    document = _trace(plan, arguments) if arguments.command == "trace" else _page(plan, arguments, console)
     console.text(f"written to {arguments.output}: " + ", ".join(f"{name} {value}" for name, value in document.items()))
     console.document({"output": arguments.output, **document})
     return 0
 
 
-def _page(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
+def _page(plan: Plan, arguments: argparse.Namespace, console: Console) -> dict[str, str]:
     from autopar.report.page import report_page
 
     beside = Path(arguments.plan).with_name("measured.json")
@@ -33,17 +38,41 @@ def _page(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
         from autopar.explain.measured_file import read_measured
 
         measured = read_measured(path, plan)
-    text = report_page(plan, measured)
+    text = report_page(plan, measured, _searched(plan, arguments, console))
     write_whole(arguments.output, text)
     return {"page": size(len(text.encode())), "measured": path or "no step"}
 
 
+def _searched(plan: Plan, arguments: argparse.Namespace, console: Console) -> list[SearchedChange]:
+    """Search under each constraint of ``--what-if``; say those under which nothing fits."""
+    if not arguments.what_if:
+        return []
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.explain.what_if import parse_what_if, plan_what_if, what_if_options
+    from autopar.ir.pipeline.stage_variants import without_stage_variants
+    from autopar.report.search_facts import SearchedChange
+
+    cluster, options = Cluster.from_dict(plan.document.cluster.description), what_if_options(plan, arguments.time_limit)
+    questions, out = [(text, parse_what_if(text)) for text in arguments.what_if], []
+    for text, question in questions:
+        console.progress(f"planning with {text}")
+        try:
+            _, found = plan_what_if(without_stage_variants(plan.graph), cluster, options, question, console.progress)
+        except Infeasible as error:
+            console.progress(f"{text}: {str(error).splitlines()[0]}")
+            continue
+        out.append(SearchedChange(text, found.graph, found.candidate, found.evaluation))
+    return out
+
+
 def _trace(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
-    from autopar.report.chrome_trace import chrome_trace
+    from autopar.report.chrome_trace import chrome_trace, measured_events
     from autopar.report.facts import plan_timeline
 
     _, timeline = plan_timeline(plan)
     trace = chrome_trace(plan, timeline)
+    if arguments.measured:
+        trace["traceEvents"] += measured_events(arguments.measured)
     write_whole(arguments.output, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     about = trace["otherData"]
     return {

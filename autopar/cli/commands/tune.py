@@ -1,18 +1,22 @@
-"""``torchrun ... -m autopar tune``: runs the plan and those nearest to it in turn, some steps each, and writes the fastest."""
+"""``torchrun ... -m autopar tune``: runs the plan and those nearest to it in turn, some steps each, writes the fastest, and what
+their steps say of the cluster into its file."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from autopar.cli.commands.plan import options_of, precision_asked
 from autopar.cli.console import Console, seconds
-from autopar.errors import ClusterError
+from autopar.errors import AutoparError, ClusterError
 from autopar.files import check_target
 from autopar.ir.describe import describe
 
@@ -20,40 +24,98 @@ if TYPE_CHECKING:
     from autopar.capture.models import LoadedModel
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.ir.plan_file.plan_file import Plan
-    from autopar.tune import RacedPlan
+    from autopar.tune import Lesson, RacedPlan
+
+T = TypeVar("T")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plans on rank 0, races the plans on all ranks, and writes the fastest one. Every rank runs this."""
-    from autopar.capture.models import load_model
-    from autopar.planning import cache_folder, cluster_named
-    from autopar.tune import fastest, race
+    from autopar.runtime.comm.heartbeat import join
 
     if "WORLD_SIZE" not in os.environ:
         raise ClusterError("tune runs plans on their devices: start it with torchrun --nproc-per-node N -m autopar tune ...")
-    rank = int(os.environ["RANK"])
-    options_of(arguments)
-    check_target(arguments.output)
-    cluster = cluster_named(arguments.cluster, cache_folder(), int(os.environ["WORLD_SIZE"]))
-    torch.manual_seed(0)  # one model and one batch on all ranks
-    loaded = load_model(arguments.model, arguments.batch, arguments.seq, device="cpu")
-    plans = _agreed_plans(arguments, loaded, cluster, console)
-    raced = race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps)
-    best = fastest(raced)
-    if rank == 0:
-        best.plan.save(arguments.output)
-        _report(raced, best, arguments.output, console)
-    # a thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then
+    launched = int(os.environ["WORLD_SIZE"])
+    join(launched, {"ranks": launched}, lambda rank: f"rank {rank}")
+    try:
+        _tune(arguments, console)
+    except _SharedError as error:
+        if os.environ["RANK"] == "0":
+            raise error.reason from None
+        _end(error.reason.exit_status)
+    _end(0)
+    return 0
+
+
+def _end(status: int) -> None:
+    """End the process at once: gloo's threads abort now and then while the interpreter ends."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
+
+
+class _SharedError(Exception):
+    """An error that all ranks have: rank 0 says it."""
+
+    def __init__(self, reason: AutoparError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _on_all_ranks(work: Callable[[], T]) -> T:
+    """Return what this rank's `work` does; where it fails on any rank, _SharedError on all, with the first one's words."""
+    from autopar.runtime.comm.agreement import gather
+
+    result, error = None, None
+    try:
+        result = work()
+    except AutoparError as fault:
+        error = fault
+    texts: list[str] = gather(str(error or ""))
+    first = next((rank for rank, text in enumerate(texts) if text), None)
+    if first is None:
+        return result  # type: ignore[return-value]
+    raise _SharedError(error if error is not None and first == 0 else AutoparError(f"rank {first}: {texts[first]}"))
+
+
+def _tune(arguments: argparse.Namespace, console: Console) -> None:
+    from autopar.tune import cluster_file, fastest, keep, learn, race
+
+    rank, path = int(os.environ["RANK"]), cluster_file(arguments.cluster, arguments.output)
+    loaded, cluster = _on_all_ranks(lambda: _prepare(arguments, path if rank == 0 else None))
+    plans = _on_all_ranks(lambda: _agreed_plans(arguments, loaded, cluster, console))
+    raced = _on_all_ranks(
+        lambda: race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps)
+    )
+    if rank == 0:
+        best, lesson = fastest(raced), learn(raced)
+        best.plan.save(arguments.output)
+        how = f"autopar tune, {date.today().isoformat()}, {len(lesson.before)} plans of {' '.join(loaded.name.split())}"
+        keep(lesson, cluster, path, how)
+        _report(raced, best, lesson, arguments.output, path, console)
+
+
+def _prepare(arguments: argparse.Namespace, path: Path | None) -> tuple[LoadedModel, Cluster]:
+    """The model and the cluster, the same on all ranks; `path`: what this rank will write of the cluster."""
+    from autopar.capture.models import load_model
+    from autopar.planning import cache_folder, cluster_named
+    from autopar.runtime.comm.heartbeat import join
+
+    options_of(arguments)
+    if path is not None:
+        check_target(arguments.output)
+        check_target(path)
+    launched = int(os.environ["WORLD_SIZE"])
+    cluster = cluster_named(arguments.cluster, cache_folder(), launched)
+    join(cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}")
+    torch.manual_seed(0)  # one model and one batch on all ranks
+    return load_model(arguments.model, arguments.batch, arguments.seq, device="cpu"), cluster
 
 
 def _agreed_plans(arguments: argparse.Namespace, loaded: LoadedModel, cluster: Cluster, console: Console) -> list[Plan]:
     """The plans of rank 0's search, on all ranks."""
     from autopar.ir.plan_file.plan_file import decode_plan
     from autopar.planning import nearest_plans
-    from autopar.runtime.comm.heartbeat import join
     from autopar.variants.maker import on_first_rank
 
     def texts() -> list[str]:
@@ -65,11 +127,10 @@ def _agreed_plans(arguments: argparse.Namespace, loaded: LoadedModel, cluster: C
         console.progress(f"running {len(found)} plans in turn, {arguments.laps} times {arguments.steps} steps each")
         return [each.to_json() for each in found]
 
-    join(cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}")
     return [decode_plan(text) for text in on_first_rank(texts)]
 
 
-def _report(raced: list[RacedPlan], best: RacedPlan, path: str, console: Console) -> None:
+def _report(raced: list[RacedPlan], best: RacedPlan, lesson: Lesson, path: str, cluster: Path, console: Console) -> None:
     """The table of the race, or its JSON document."""
     rows, data = [], []
     for each in raced:
@@ -83,4 +144,9 @@ def _report(raced: list[RacedPlan], best: RacedPlan, path: str, console: Console
         )  # fmt: skip
     console.table("Plans in turn", ("plan", "predicted step", "measured (median)", ""), rows)
     console.text(f"written to {path}: parallelize(..., plan={path!r}) runs it")
-    console.document({"plans": data, "written": path})
+    console.text(
+        f"learnt: the devices reach {lesson.rates.device:.2f} of their rates, the links {lesson.rates.network:.2f} of their "
+        f"bandwidth; {lesson}. Written to {cluster}: plan with --cluster {cluster}"
+    )
+    learnt = {**asdict(lesson.rates), "before": lesson.before, "after": lesson.after}
+    console.document({"plans": data, "written": path, "learnt": learnt, "cluster": str(cluster)})

@@ -6,7 +6,7 @@ msgspec checks the types on load, names and dtypes among them (`ir.names`), `ver
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from autopar.ir.mesh import Axis
 from autopar.ir.names import Function, Line, Name, Op
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, NodePlan, Pipeline, Precision
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 
 SCHEMA_VERSION = 2
 """2: the field's words for keys (`conversions`, `recompute_nodes`, `factors`, ...). Files of another version are refused."""
@@ -185,7 +186,8 @@ class InferenceInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
-    """The whole file. `blocks` are without their nodes, which `ops` has; the `schedule` of one stage is called ``none``."""
+    """The whole file. `blocks` are without their nodes, which `ops` has; the `schedule` of one stage is called ``none``. `saves`:
+    what autograd was observed to save of the graph's operations, so that who reads the file needs no torch."""
 
     schema_version: int
     model: ModelInfo
@@ -206,6 +208,7 @@ class PlanDocument:
     replicated_ops: tuple[str, ...]
     replicated_share: dict[str, float]
     graph: Graph
+    saves: dict[str, SavedTensors] = field(default_factory=dict)
     inference: InferenceInfo | None = None
 
 

@@ -38,6 +38,7 @@ from autopar.ir.plan_file.document import (
     join_blocks,
 )
 from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.ir.plan_file.verify_graph import verify_graph, verify_texts
 from autopar.ir.verify import verify_candidate
 
@@ -105,6 +106,7 @@ def assemble_plan(
     search: SearchInfo | None = None,
     replicated_ops: tuple[str, ...] = (),
     replicated_share: dict[str, float] | None = None,
+    saves: dict[str, SavedTensors] | None = None,
 ) -> Plan:
     """The plan of a graph, a candidate and what is reported beside them. PlanError where the candidate does not fit the graph, so
     that nothing invalid is ever written."""
@@ -133,6 +135,7 @@ def assemble_plan(
         replicated_ops=replicated_ops,
         replicated_share=replicated_share or {},
         graph=_with_checksum(graph),
+        saves=saves or {},
     )
     return Plan(document, graph, candidate)
 

@@ -101,6 +101,18 @@ function whatIfPanel() {
     "The plan with one thing changed and all else as it is, evaluated without a new search: what a new search would " +
     "find is no slower.";
   byId("whatif-tables").replaceChildren(
+    table(
+      "Another memory: the fastest of what was solved or evaluated, by the memory that a device has to have",
+      ["device memory from", "step", "difference", "peak", "plan", "fits this device"],
+      facts.budgets.map((row) => [
+        { number: bytes(row.device_bytes) },
+        { number: seconds(row.step_seconds) },
+        { number: signed(row.step_seconds / step - 1) },
+        { number: bytes(row.peak_bytes) },
+        row.name,
+        row.fits ? "yes" : "no",
+      ]),
+    ),
     rows.length
       ? table(
           "One change, all else equal",
@@ -119,12 +131,8 @@ function whatIfPanel() {
     element(
       "p",
       { class: "note" },
-      "For another memory, number of nodes or degree a new search is needed, which takes longer than a page should: ",
-      element("code", {}, "autopar explain plan.json --what-if memory=160"),
-      ", ",
-      element("code", {}, "nodes=16"),
-      ", ",
-      element("code", {}, "tp=4"),
+      "A new search finds more, and takes longer than a page should; each of these adds a row: ",
+      element("code", {}, "autopar report plan.json --what-if memory=160 --what-if nodes=16 --what-if tp=4"),
       ".",
     ),
   );

@@ -132,6 +132,15 @@ function stepPanel() {
       : 'No measured step: save one with parallel.report().save("measured.json") beside the plan, and it stands here too.');
   const label = `Seconds of a step. ${step.parts.map((part) => `${part.name} ${seconds(part.seconds[step.bottleneck])}`).join(", ")}`;
   byId("step-tables").replaceChildren(
+    table(
+      "Why the step is not faster: from the model’s FLOPs at the peak of the devices to the step",
+      ["what", "seconds", "of the step"],
+      [["the model’s FLOPs at the peak", facts.head.ideal_seconds], ...facts.head.losses].map(([what, value]) => [
+        what,
+        { number: seconds(value) },
+        { number: percent(value / step.step_seconds) },
+      ]),
+    ),
     ...(step.axes.length
       ? [
           table(

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..device.groups import control_group
 from ..errors import CheckpointProblem
+from ..progress import working
 from .folders import check_step
 from .held import HeldState, Optimizers, as_optimizers, held_by_plain
 from .loading import LoadedCheckpoint, load
@@ -68,7 +69,8 @@ class Checkpoints:
         rounds, path = self.rounds(describe), Path(folder).absolute()
         collected = collect(held, rounds, path, as_optimizers(optimizer), step=step, extra=extra, before=self.last)
         if not asynchronous:
-            done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
+            with working(f"saving step {step} to {folder}", sum(each.nbytes for each in collected.tensors)):
+                done = PendingSave(lambda: write(collected, rounds, step=step, axes=held.axes, keep=keep), False)
             self.last = done.path
             return done
         later, own = collected._replace(tensors=self.copies.of(collected.tensors)), self.writing_rounds(describe)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..compat.dtensor import local_of
 from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
+from ..progress import advance, working
 from . import folders, objects
 from .held import HeldState, grouped_names
 from .manifest import MANIFEST, OBJECTS, Manifest
@@ -77,8 +78,9 @@ def _verified(rounds: Rounds, path: Path) -> Verified:
     written."""
     content = rounds.on_first(lambda: _content(path / MANIFEST))
     manifest = Manifest.from_bytes(content, path / MANIFEST)
-    with rounds.together():
-        for name in sorted(manifest.files)[rounds.rank :: rounds.size]:
+    own = sorted(manifest.files)[rounds.rank :: rounds.size]
+    with rounds.together(), working(f"checking {path}", sum(manifest.files[name].size for name in own)):
+        for name in own:
             check_file(path / name, manifest.files[name])
     content = rounds.on_first(lambda: _content(path / OBJECTS))
     return Verified(path, manifest, _objects(content, path / OBJECTS))
@@ -116,7 +118,7 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
             state, parts = state_from_manifest(held, optimizer, saved[index], index, manifest)
             states.append(state)
             tensors |= parts
-    with rounds.together():
+    with rounds.together(), working(f"loading {path}", sum(local_of(each).numel() for each in tensors.values())):
         _read(tensors, manifest, path)
     held.load_others({name: tensors[f"model.{name}"] for name in held.others if f"model.{name}" in tensors}, plain["model_extra"])
     for optimizer, state, described in zip(optimizers, states, saved, strict=False):
@@ -169,6 +171,7 @@ def _read(tensors: Mapping[str, torch.Tensor], manifest: Manifest, path: Path) -
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
             planner.resolve_tensor(item).copy_(part)
+            advance(prod(item.lengths))
             left[name] -= prod(item.lengths)
     missing = next((name for name, count in left.items() if count), None)
     if missing is not None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointProblem, DamagedCheckpoint
+from ..progress import advance
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
@@ -67,6 +68,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tu
         file.write(header)
         for _, tensor in ordered:
             file.write_tensor(tensor)
+            advance(tensor.nbytes)
     by_index = dict(zip(order, starts, strict=True))
     return file.entry, [by_index[index] for index in range(len(tensors))]
 
@@ -127,6 +129,7 @@ def check_file(path: Path, entry: FileEntry) -> None:
         with path.open("rb") as file:
             while part := file.read(_STEP_BYTES):
                 digest.update(part)
+                advance(len(part))
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read {path}: {error.strerror}") from None
     if digest.hexdigest() != entry.digest:

@@ -18,6 +18,7 @@ from ..checkpoint.rounds import Failed, Rounds, noted_failure
 from ..checkpoint.tensor_file import FileWriter, dtype_name, header_bytes
 from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel
+from ..progress import advance, working
 from ..state.layout import shard_specs
 from ..state.materialize import Slice, State
 from .conversions import hub_tensors
@@ -51,19 +52,21 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     writers: dict[str, FileWriter] = {}
     failures: list[Failed] = []  # on this rank: all go on gathering until the end
-    for number, (name, file) in enumerate(by_name.items()):
-        writer = number % rounds.size
-        if writer == rounds.rank and not failures:
-            with noted_failure(failures):
-                inside = {each.name for each in file}
-                aliases = {key: name_there for key, name_there in metadata.items() if key == "format" or name_there in inside}
-                writers[name] = _opened(folder / aside(name), header_bytes([each[:3] for each in file], aliases)[0])
-        for each in file:
-            full = tensors.written(each, writer, rounds.rank)
-            if full is not None and name in writers and not failures:
+    with working(f"writing weights to {folder}", len(listed)):
+        for number, (name, file) in enumerate(by_name.items()):
+            writer = number % rounds.size
+            if writer == rounds.rank and not failures:
                 with noted_failure(failures):
-                    writers[name].write_tensor(full)
-            del full
+                    inside = {each.name for each in file}
+                    aliases = {key: name_there for key, name_there in metadata.items() if key == "format" or name_there in inside}
+                    writers[name] = _opened(folder / aside(name), header_bytes([each[:3] for each in file], aliases)[0])
+            for each in file:
+                full = tensors.written(each, writer, rounds.rank)
+                if full is not None and name in writers and not failures:
+                    with noted_failure(failures):
+                        writers[name].write_tensor(full)
+                advance()
+                del full
     for file_writer in writers.values():
         with noted_failure(failures):
             file_writer.close()

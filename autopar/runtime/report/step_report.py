@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ from ..device.mesh import DATA_AXIS, PIPELINE_AXIS
 from ..errors import StateError
 from .compare import as_text, comparison, scalars
 from .meter import TIED
+from .trace_event import measured_step_events
 
 FORMAT = "autopar measured step"
 VERSION = 1
 LOGGER = logging.getLogger("autopar")
 
 _DATA = (DATA_AXIS, "all", TIED)
-_MAIN = 1
-"""The thread of the main stream in `autopar trace`."""
 
 
 class StepReport:
@@ -72,19 +71,7 @@ class StepReport:
         """Write the last measured step in Chrome's trace event format, on rank 0, with the names of `autopar trace`: a process
         for the first rank of each stage, whose clock begins with its own step."""
         if self.rank == 0:
-            _write(path, json.dumps({"traceEvents": list(trace_events(self.spans)), "displayTimeUnit": "ms"}))
-
-
-def trace_events(spans: Mapping[int, Sequence[tuple[str, float]]]) -> Iterator[dict[str, Any]]:
-    """Yield the events of each rank's spans, which follow each other; the format counts microseconds."""
-    for stage, (rank, labels) in enumerate(spans.items()):
-        name = f"stage {stage}: rank {rank}, measured"
-        yield {"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": name}}
-        clock = 0.0
-        for label, seconds in labels:
-            if seconds > 0:
-                yield {"ph": "X", "name": label, "pid": stage, "tid": _MAIN, "ts": 1e6 * clock, "dur": 1e6 * seconds, "args": {}}
-            clock += seconds
+            _write(path, json.dumps({"traceEvents": list(measured_step_events(self.spans)), "displayTimeUnit": "ms"}))
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:

@@ -23,6 +23,7 @@ from ..compat.dtensor import local_of
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 from ..module import ParameterSpec, Program, RootModule
+from ..progress import advance, working
 from .fsdp import hoist_shared, shard_block, shard_root
 from .gradient import StageGradients, own
 from .gradient_buckets import GradientBuckets, redirect_gradients
@@ -118,7 +119,7 @@ class State:
         if self.mesh.pp.size > 1:
             order = [name for name in self.index.loading_order() if names is None or name in names]
             source = OrderedSource(source, order, self.specs)
-        with torch.no_grad(), _refused_together(self.mesh, source):
+        with torch.no_grad(), _refused_together(self.mesh, source), working("loading weights", len(self.specs)):
             for name, held in (*self.buffers.items(), *self.parameters.items()):
                 if names is not None and name not in names:
                     continue
@@ -163,6 +164,7 @@ def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
 
 
 def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> torch.Tensor:
+    advance()
     full = full_weight(source, name)
     if tuple(full.shape) != tuple(spec.shape):
         raise StateError(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
@@ -199,7 +201,7 @@ def materialize(program: Program, source: WeightSource) -> State:
     tables = parameter_tables(program.roots(), mesh)
     roots, own_tables = program.roots()[mesh.pp.coordinate], tables[mesh.pp.coordinate]
     builder = _StateBuilder(mesh, source)
-    with _refused_together(mesh, source):
+    with _refused_together(mesh, source), working("loading weights", len(index.loading_order())):
         buffers, specs = _fill_buffers(roots, source)
         for table in own_tables:
             for entry in table.values():

@@ -12,6 +12,7 @@ import torch
 
 from ..compat.compile import NotOneGraph, Recomputing, compiler_named, reason_of
 from ..module import BlockModule, Program
+from ..progress import working
 
 Backend = str | Callable[..., Any]
 
@@ -21,9 +22,22 @@ def compile_blocks(program: Program, backend: Backend) -> None:
     left_out = set[type[BlockModule]]()
     for block in program.blocks():
         if block.recompute or block.selective_recompute:
-            block.forward = _RecomputingBlock(block, Recomputing(compiler_named(backend), every=block.recompute), left_out)
+            recomputing = Recomputing(compiler_named(backend), every=block.recompute)
+            block.forward = _FirstCall(block, _RecomputingBlock(block, recomputing, left_out))
         else:
-            block.forward = torch.compile(block.forward, backend=backend)
+            block.forward = _FirstCall(block, torch.compile(block.forward, backend=backend))
+
+
+class _FirstCall:
+    """The first call of a block, which compiles it and may take long; it then gives its place to the compiled block."""
+
+    def __init__(self, block: BlockModule, compiled: Callable[..., Any]) -> None:
+        self.block, self.compiled = block, compiled
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        self.block.forward = self.compiled
+        with working(f"compiling {type(self.block).__name__}"):
+            return self.compiled(*args)
 
 
 class _RecomputingBlock:

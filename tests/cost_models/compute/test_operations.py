@@ -16,7 +16,7 @@ from autopar.cost_models.compute.kernels import product_seconds
 from autopar.cost_models.compute.operations import node_cost, profile
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.tensors.saved_tensors import _function
+from autopar.cost_models.tensors.observe_saves import _function
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
 from autopar.ir.plan import NodePlan

@@ -164,13 +164,14 @@ def test_a_measured_step(force: str, ranks: RankPool, tmp_path: Path, capsys: py
 
 def check_trace(plan: Any, trace: Any, seconds: float) -> None:
     """The events of a stage follow each other and fill its step; those of blocks are named as in the predicted trace."""
-    from autopar.report.chrome_trace import MAIN, chrome_trace
+    from autopar.report.chrome_trace import chrome_trace
     from autopar.report.facts import plan_timeline
+    from autopar.runtime.report.trace_event import MAIN, MEASURED_PROCESSES
 
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in events} == set(range(plan.candidate.pipeline.stages))
-    first = [event for event in events if event["pid"] == 0]
-    assert sum(event["dur"] for event in first) == pytest.approx(1e6 * seconds) and seconds > 0
+    assert {event["pid"] - MEASURED_PROCESSES for event in events} == set(range(plan.candidate.pipeline.stages))
+    first = [event for event in events if event["pid"] == MEASURED_PROCESSES]
+    assert sum(event["dur"] for event in first) == pytest.approx(1e6 * seconds, abs=1e-3 * len(first)) and seconds > 0
     for before, after in zip(first, first[1:], strict=False):
         assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
     names = {event["name"] for event in first}
