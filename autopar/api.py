@@ -26,7 +26,7 @@ from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
-from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan
+from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan, compiler_of, priced_as
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
@@ -76,7 +76,7 @@ def parallelize(
     constrain: Mapping[str, Mapping[str, Any]] | None = None,
     optimizer: str = "adamw",
     strict: bool = False,
-    compile: bool | str = False,
+    compile: bool | str | None = None,
     state: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None,
     time_limit_seconds: float = 300.0,
     cache: bool = True,
@@ -118,7 +118,9 @@ def parallelize(
     never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
-    on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With `proof` the program is proven
+    on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With
+    `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs, where it makes one graph of
+    each block). With `proof` the program is proven
     equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is not
     proven.
 
@@ -137,6 +139,7 @@ def parallelize(
         time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
         document_lengths=document_lengths,
         memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside),
+        compile=None if compile is None else bool(compile),
     )  # fmt: skip
     run = RuntimeOptions(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
@@ -181,8 +184,9 @@ def _build(
             code = code_of(model, options.loss_fn)
             text, reads = on_first_rank(lambda: _with_reads(chosen, code))
             agreed = planfile.decode_plan(text)
-            check_float8(agreed, run.compile)
-            _warn_of(model, code, run.compile)
+            compiler = compiler_of(agreed, run.compile)
+            check_float8(agreed, compiler)
+            _warn_of(model, code, compiler)
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model), run.proof)
@@ -194,10 +198,10 @@ def _build(
             mesh.opaque_modules = whole_modules(model)
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
-            program.Program(mesh), source, compile=run.compile, form=form, heartbeat=heartbeat,
+            program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,
             plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
-            plan=agreed, predicted_step=partial(predicted_step, agreed),
+            plan=agreed, predicted_step=partial(predicted_step, priced_as(agreed, bool(compiler))),
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +18,7 @@ from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import precision_text
 from autopar.ir.plan_file import plan_file as planfile
@@ -109,6 +112,32 @@ def check_float8(agreed: Plan, compiled: bool | str) -> None:
         raise AutoparError(problem)
     if not compiled and dist.get_rank() == 0:
         warnings.warn("float8 layers that are not compiled are slower than bf16: pass compile=True", stacklevel=3)
+
+
+def compiler_of(agreed: Plan, asked: bool | str | None) -> bool | str:
+    """Return the backend of torch.compile: what was `asked`; else inductor where the plan is priced so and the devices are GPUs.
+    Warns where they have no Triton, which inductor needs."""
+    if asked is not None:
+        return asked
+    if not agreed.document.cluster.compiled or not torch.cuda.is_available():
+        return False
+    if importlib.util.find_spec("triton") is None:
+        if dist.get_rank() == 0:
+            warnings.warn(
+                "the plan is priced as compiled, and runs as it is: pip install triton, or plan with compile=False", stacklevel=3
+            )
+        return False
+    return True
+
+
+def priced_as(plan: Plan, compiled: bool) -> Plan:
+    """Return the plan on devices as compiled programs use them, or eager ones; `predicted` in its document stays as it is."""
+    cluster = plan.document.cluster
+    if cluster.compiled == compiled or not cluster.description:
+        return plan
+    devices = with_compilation(Cluster.from_dict(cluster.description), compiled)
+    changed = msgspec.structs.replace(cluster, description=devices.to_dict())
+    return replace(plan, document=replace(plan.document, cluster=changed))
 
 
 def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:

@@ -57,6 +57,8 @@ class PlanOptions:
     batch_dim: the tensor dimension of the batch, of all inputs or by argument (None: 0).
     batch: global batch in examples (None: that of the example inputs).
     seq, name, source: tokens of a sequence, name and origin of the model, which stand in the plan's description.
+    compile: whether torch.compile compiles the program's blocks, and prices are those of compiled ones (None: on GPUs, where it
+        makes one graph of each block).
     processes: of the search, forked from this one.
     """
 
@@ -78,6 +80,7 @@ class PlanOptions:
     seq: int | None = None
     name: str = ""
     source: str = ""
+    compile: bool | None = None
     processes: int = 1
 
     def __post_init__(self) -> None:
@@ -109,7 +112,7 @@ class RuntimeOptions:
     """Options of running, see `parallelize`.
 
     plan: one that was made before, or its path (None: search).
-    compile: blocks by torch.compile; a text is its backend.
+    compile: blocks by torch.compile; a text is its backend (None: as the plan is priced, where there are GPUs and Triton).
     state: full tensors by name, or a folder of safetensors files (None: those of the model).
     cache: take plans from the cache, and keep them there.
     patience_seconds, join_seconds: until ranks that do not answer, or never join, are errors, in seconds.
@@ -118,7 +121,7 @@ class RuntimeOptions:
     """
 
     plan: Plan | str | Path | None = None
-    compile: bool | str = False
+    compile: bool | str | None = None
     state: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None
     cache: bool = True
     patience_seconds: float

@@ -16,16 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
 from autopar.capture.tracing.trace import LossFunction
+from autopar.cost_models.compute.fusion import is_traced
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.document_lengths import DocumentLengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad
+from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
-from autopar.precision import PrecisionLike, compute_dtype_of, precision_of, with_float8
+from autopar.precision import PrecisionLike, check_float8_devices, compute_dtype_of, precision_of
 from autopar.rules.expand import missing_rules
 from autopar.rules.registry import Registry, default_registry
 from autopar.runtime.progress import advance, working
@@ -74,6 +76,7 @@ def make_plan(
     memory_margin: float | None = None,
     beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
+    compile: bool | None = None,
     graph: Graph | None = None,
     processes: int = 1,
 ) -> Plan:
@@ -86,7 +89,8 @@ def make_plan(
     sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file with one of these (None: every
     sequence is one document). `memory_margin` is the share of each device's memory that the plan leaves free (None: that of the
     cluster's file, else `MEMORY_MARGIN`); `beside` are plans, or parallel models, of the same devices, to which it leaves the
-    peaks that they predict. A `force` that spells out a whole configuration
+    peaks that they predict. `compile`: price the program as torch.compile makes it (None: on GPUs, where it makes one graph
+    of each block). A `force` that spells out a whole configuration
     (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
     """
@@ -95,7 +99,7 @@ def make_plan(
         time_limit_seconds=time_limit_seconds, batch=batch, seq=seq, name=name, source=source, outputs=outputs,
         batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, memory_margin=memory_margin, batch_dim=batch_dim,
         held_bytes=held_bytes(beside),
-        document_lengths=document_lengths, processes=processes,
+        document_lengths=document_lengths, compile=compile, processes=processes,
     )  # fmt: skip
     return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
 
@@ -140,6 +144,7 @@ def nearest_plans(
     chosen = precision_of(options.precision, model)
     cluster = _cluster_for(cluster, options, chosen, progress)
     graph = graph or _capture(model, example_inputs, options, chosen)
+    cluster = with_compilation(cluster, _is_compiled(options, chosen, cluster, graph))
     if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
         raise BatchError(
             f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
@@ -189,7 +194,16 @@ def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precis
         cluster = replace(cluster, document_lengths=DocumentLengths.parse(options.document_lengths))
     if options.expert_load != 1.0:
         cluster = replace(cluster, expert_load=ExpertLoad.parse(str(options.expert_load)))
-    return with_float8(precision, with_memory_margin(cluster, options.memory_margin, options.held_bytes))
+    check_float8_devices(precision, cluster)
+    return with_memory_margin(cluster, options.memory_margin, options.held_bytes)
+
+
+def _is_compiled(options: PlanOptions, precision: Precision, cluster: Cluster, graph: Graph) -> bool:
+    """Return whether the blocks of the program are compiled: as the options say, else on GPUs where torch.compile makes one graph
+    of each block, and where products are in float8, whose casts cost more in eager mode than the products save."""
+    if options.compile is not None:
+        return options.compile
+    return precision.float8 or (cluster.device.kind == "cuda" and all(map(is_traced, graph.blocks)))
 
 
 def _capture(model: nn.Module, example_inputs: ExampleInputs, options: PlanOptions, precision: Precision) -> Graph:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.errors import AutoparError
 from autopar.ir.plan import REDUCTIONS, Precision
 
@@ -52,11 +51,10 @@ def _dtype_name(precision: object) -> str:
     return _DTYPES.get(precision, precision).removeprefix("torch.")
 
 
-def with_float8(precision: Precision, cluster: Cluster) -> Cluster:
-    """Return the cluster as compiled programs use it, where products are in float8: in eager mode the casts cost more than the
-    products save. AutoparError on a device that has none, or beside another dtype."""
+def check_float8_devices(precision: Precision, cluster: Cluster) -> None:
+    """Raise AutoparError where products are in float8 on a device that has none, or beside another dtype."""
     if not precision.float8:
-        return cluster
+        return
     if precision.compute != "bfloat16":
         raise AutoparError(
             f"float8 products are beside bfloat16, not {precision.compute}: write Precision('bfloat16', float8=True)"
@@ -64,7 +62,6 @@ def with_float8(precision: Precision, cluster: Cluster) -> Cluster:
     for device in (cluster.device, *(group.device for group in cluster.groups)):
         if "float8" not in dict(device.peak):
             raise AutoparError(f'{device.name} has no float8 products: take precision "bf16"')
-    return with_stack(cluster, compiled=True)
 
 
 def _precision_of_policy(policy: MixedPrecisionPolicy, model: nn.Module) -> Precision:

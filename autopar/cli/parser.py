@@ -232,6 +232,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="a plan of another model on the same devices, whose memory is left to it (several times: of several)",
     )  # fmt: skip
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
+    compiled = "priced as torch.compile makes it, or not (default: on GPUs, where it makes one graph of each block)"
+    plan.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")
     _other_software(add, plan)

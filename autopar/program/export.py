@@ -29,6 +29,7 @@ def export_program(
     weights: Mapping[str, torch.Tensor] | None = None,
     batch: Mapping[str, torch.Tensor] | None = None,
     learning_rate: float = 3e-4,
+    compiled: bool = False,
     overwrite: bool = False,
     certificate: str = "",
 ) -> Path:
@@ -36,7 +37,8 @@ def export_program(
     `overwrite`, files of the user in it are left alone.
 
     `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
-    `batch` is a global batch by input name; without it a random one is written. `certificate` is the text of certificate.json.
+    `batch` is a global batch by input name; without it a random one is written. `compiled`: the script
+    compiles blocks on GPUs, unless it is told not to. `certificate` is the text of certificate.json.
     """
     if lowered.interface is not None and not lowered.interface.has_loss:
         raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
@@ -52,7 +54,8 @@ def export_program(
         (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
         (folder / "plan.json").write_text(plan_json, encoding="utf-8")
         _copy_runtime(folder / "runtime")
-        (folder / "train.py").write_text(TRAIN.format(learning_rate=learning_rate, ranks=ranks), encoding="utf-8")
+        script = TRAIN.format(learning_rate=learning_rate, ranks=ranks, compiled=compiled)
+        (folder / "train.py").write_text(script, encoding="utf-8")
         (folder / "README.md").write_text(README.format(name=name, mesh=mesh, ranks=ranks), encoding="utf-8")
         torch.save(dict(batch) if batch is not None else random_batch(lowered), folder / "batch.pt")
         if certificate:

@@ -44,7 +44,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default={learning_rate})
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    compiled = {compiled} and torch.cuda.is_available()  # as the plan is priced
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=compiled, help="torch.compile each block")
     options = parser.parse_args()
 
     program = Program(MeshHandle(Program.mesh_axes))

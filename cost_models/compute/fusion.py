@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.compute.operations import Profile
 from autopar.ir.graph import Block, Node
+from autopar.operations.notation.rule import argument
 from autopar.operations.table import operation
 
 
@@ -26,6 +27,12 @@ def is_streaming(node: Node) -> bool:
     """Whether the operation may be fused: no product, lookup, loss or routed experts."""
     record = operation(node.op)
     return record.flops is None and not record.lookup and not record.loss
+
+
+def is_traced(block: Block) -> bool:
+    """Whether torch.compile makes one graph of the block: no operation sizes itself by data, or draws attention's dropout."""
+    records = ((node, operation(node.op)) for node in block.nodes)
+    return not any(each.untraced or (each.attention and argument(node, 4, "dropout_p", 0.0)) for node, each in records)
 
 
 def fusable_values(block: Block) -> FusableValues:

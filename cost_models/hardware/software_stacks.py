@@ -27,6 +27,17 @@ def _apply(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
     return replace(cluster, device=device, links=links)
 
 
+def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
+    """Return the cluster as our own programs use it, compiled or in eager mode: with the fractions of that, where it has those of
+    our programs; where it has fractions of its own, only the fusion of kernels changes."""
+    if cluster.device.fused == compiled:
+        return cluster
+    if with_stack(cluster, compiled=not compiled) == cluster:
+        cluster = with_stack(cluster, compiled=compiled)
+    groups = tuple(replace(each, device=replace(each.device, fused=compiled)) for each in cluster.groups)
+    return replace(cluster, device=replace(cluster.device, fused=compiled), groups=groups)
+
+
 def with_stack(
     cluster: Cluster,
     name: str = DEFAULT_STACK,

@@ -14,12 +14,15 @@ from autopar.decoders.recognize import recognize
 from autopar.decoders.stored_graphs import store, stored_key, stored_path
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
+from autopar.software.stacks import written_by
 from autopar.validate.architectures import architecture_of
 from autopar.validate.configuration import COMPUTE
 from autopar.validate.rows import bundled_table, read_table
 
 MODELS = ("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "qwen3-8b", "mixtral-8x22b", "deepseek-v3")
 SOFTWARE = ("nemo-megatron-core", "torchtitan-fsdp2")
+DTYPES = ("bfloat16", "float32")
+"""What bundled models are priced in: what most name, and what a plan has that names none."""
 
 
 def needed() -> dict[str, tuple[Architecture, str]]:
@@ -40,7 +43,8 @@ def needed() -> dict[str, tuple[Architecture, str]]:
         decoder = recognize(capture(loaded.model, (), loaded.example_inputs, compute_dtype="bfloat16"))
         assert decoder is not None, name
         for software in SOFTWARE:
-            need(decoder.written_by(software), "bfloat16")
+            for dtype in DTYPES:
+                need(written_by(software, decoder), dtype)
     return found
 
 

@@ -43,7 +43,8 @@ def test_plan_and_validate_agree(row: Row) -> None:
         f"micro_batches={wanted.micro_batches},recompute={wanted.recompute},sequence_parallel={int(wanted.sequence_parallel)}"
     )
     plan = autopar.plan(
-        model, priced.cluster, (ids, ids.clone()), precision=wanted.precision, force=force, batch=priced.candidate.batch
+        model, priced.cluster, (ids, ids.clone()), precision=wanted.precision, force=force, batch=priced.candidate.batch,
+        compile=priced.cluster.device.fused,
     )
     predicted = plan.document.predicted
     assert predicted.step_seconds == pytest.approx(priced.evaluation.step_seconds, rel=1e-9)

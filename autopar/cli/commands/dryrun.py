@@ -19,9 +19,13 @@ SHOWN = 15
 
 @with_plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
-    """Needs neither the cluster nor a GPU nor the model's weights."""
+    """Needs neither the cluster nor a GPU nor the model's weights. Blocks run as they are, and are priced so."""
     from autopar.dryrun.run import dry_run
+    from autopar.given_plan import priced_as
 
+    if plan.document.cluster.compiled:
+        console.progress("the plan's blocks are compiled: they run, and are priced, without compilation here")
+        plan = priced_as(plan, compiled=False)
     if arguments.measure:
         return _measure(plan, arguments.rank, console)
     console.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")
@@ -79,9 +83,8 @@ def _threads() -> int:
 
 def _predicted(plan: Plan, rank: int) -> tuple[dict[str, int], int]:
     """Return the prediction for the rank's pipeline stage: bytes by kind at the peak, and their sum."""
-    predicted, pipeline = plan.document.predicted, plan.candidate.pipeline
-    stages = stage_peaks(plan) if pipeline.stages > 1 else []
+    stages = stage_peaks(plan)
     if not stages:
-        return predicted.memory, predicted.peak_memory_bytes or 0
+        return plan.document.predicted.memory, plan.document.predicted.peak_memory_bytes or 0
     stage = stages[rank // plan.candidate.mesh.size]
     return stage["memory"], stage["peak_bytes"]

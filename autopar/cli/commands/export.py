@@ -60,8 +60,9 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
         render(lowered, "runtime"), plan.graph, plan.candidate, plan.to_json(), plan.document.optimizer
     )
     export_program(
-        lowered, plan.to_json(), folder, weights=weights, overwrite=arguments.overwrite, certificate=certificate.to_json()
-    )
+        lowered, plan.to_json(), folder, weights=weights, compiled=plan.document.cluster.compiled,
+        overwrite=arguments.overwrite, certificate=certificate.to_json(),
+    )  # fmt: skip
     command = f"torchrun --nproc-per-node {plan.candidate.devices} {folder / 'train.py'}"
     console.text(f"written to {folder}; start it with\n  {command}")
     console.text(certificate.line())

@@ -93,6 +93,7 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
         held_bytes=held_bytes(list(map(load_plan, getattr(arguments, "beside", None) or ()))),
         outputs=outputs_of(arguments),
         batch_dim=getattr(arguments, "batch_dim", None),
+        compile=getattr(arguments, "compile", None),
         processes=getattr(arguments, "processes", 1),
     )
     return replace(options, force=options.forced)
@@ -153,6 +154,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
         ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
+        ("blocks", "compiled by torch.compile" if document.cluster.compiled else "not compiled"),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),

@@ -38,6 +38,11 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     devices: int
     description: dict[str, Any] = {}
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the plan is priced as blocks that torch.compile makes."""
+        return bool(self.description.get("device", {}).get("fused"))
+
 
 class MeshInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The device mesh of one pipeline stage. State is sharded over `zero_group` neighbours on the data axis (0: all)."""

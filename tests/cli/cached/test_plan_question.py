@@ -29,7 +29,7 @@ OTHER: dict[str, Any] = {
     "precision": "bf16", "force": "tp=2", "constrain": {"x": {"tp": "R"}}, "optimizer": "sgd", "strict": True,
     "time_limit_seconds": 7.0, "outputs": ("logits",), "batch_norm": "local", "expert_load": 1.5, "document_lengths": 512,
     "loss_fn": nn.functional.mse_loss, "memory_margin": 0.2, "held_bytes": 2**20, "batch_dim": {"x": 1}, "batch": 16, "seq": 8,
-    "name": "net", "source": "net.py", "processes": 2,
+    "name": "net", "source": "net.py", "compile": True, "processes": 2,
 }  # fmt: skip
 OTHER_SEARCH: dict[str, Any] = {
     "batch": 16, "precision": Precision("bfloat16"), "optimizer": "sgd", "force": {"tp": 2}, "schedule": "gpipe", "strict": True,

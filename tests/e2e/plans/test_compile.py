@@ -22,6 +22,7 @@ from support.plans.drawn_recomputation import with_kept, with_replays
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
@@ -114,10 +115,11 @@ def saved_bytes(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str
     return saved
 
 
-def planned_bytes(prepared: Prepared, candidate: Candidate, name: str) -> float:
+def planned_bytes(prepared: Prepared, candidate: Candidate, name: str, priced_compiled: bool = False) -> float:
     """Bytes that a call of a block saves by its plan."""
     block, plan = prepared.graph.block(name), candidate.block(name)
-    costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, Cluster.parse(f"local:{candidate.mesh.size}"))
+    cluster = with_compilation(Cluster.parse(f"local:{candidate.mesh.size}"), priced_compiled)
+    costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster)
     return sum(RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions)).saved.values())
 
 
@@ -163,6 +165,24 @@ def test_what_is_recomputed_is_not_saved(ranks: RankPool) -> None:
         assert found <= LAYERS * (planned_bytes(prepared, candidate, "GPT2Block") + GENERATOR_BYTES)
         saved.append(found)
     assert saved[1] < saved[2] < 0.2 * saved[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "force"),
+    [
+        ("gpt2", "GPT2Block", {"dp": 2, "zero": 0}),
+        ("llama", "LlamaDecoderLayer", {"dp": 1, "tp": 2}),
+        SLOW("qwen3", "Qwen3DecoderLayer", {"dp": 1, "tp": 2}),
+    ],
+)
+def test_plans_priced_as_compiled_say_what_is_saved(model: str, layer: str, force: dict[str, int], ranks: RankPool) -> None:
+    prepared = prepare(model, batch=8)
+    result = plan(prepared, force, with_compilation(replace(Cluster.parse("dgx-h100:1"), size=2), True))
+    text = program(prepared, result)
+    found = ranks.run(saved_bytes, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)[0][layer]
+    eager, compiled = (LAYERS * planned_bytes(prepared, result.candidate, layer, each) for each in (False, True))
+    assert compiled < 0.8 * eager
+    assert found == pytest.approx(compiled + LAYERS * GENERATOR_BYTES, rel=0.02)
 
 
 @pytest.mark.parametrize("attention", [0.0, 0.1])

@@ -1,0 +1,84 @@
+"""Whether a plan is priced as compiled, and runs so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.capture.models import load_model
+from autopar.cli import main
+from autopar.cli.evaluation import evaluation_of
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.software_stacks import with_compilation
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.given_plan import compiler_of, priced_as
+from autopar.ir.plan_file.plan_file import Plan
+from autopar.planning import make_plan
+
+GPUS = "dgx-h100:1"
+
+
+def planned(model: str, cluster: Cluster | str, compile: bool | None = None) -> Plan:
+    loaded = load_model(model, 16)
+    return make_plan(loaded.model, cluster, loaded.example_inputs, precision="bf16", force="tp=1,zero=2", compile=compile)
+
+
+def is_compiled(plan: Plan) -> bool:
+    return bool(plan.document.cluster.description["device"]["fused"])
+
+
+def test_on_gpus_where_each_block_is_one_graph() -> None:
+    assert is_compiled(planned("gpt2-tiny", GPUS))
+    assert not is_compiled(planned("gpt2-tiny", "local:2"))
+    assert not is_compiled(planned("mixtral-tiny", GPUS)), "the numbers of tokens of experts are data"
+
+
+def test_as_it_is_asked_for() -> None:
+    eager, compiled = planned("gpt2-tiny", GPUS, False), planned("gpt2-tiny", GPUS, True)
+    assert not is_compiled(eager) and is_compiled(compiled)
+    assert compiled.document.predicted.step_seconds < eager.document.predicted.step_seconds
+    assert is_compiled(planned("mixtral-tiny", GPUS, True)) and is_compiled(planned("gpt2-tiny", "local:2", True))
+
+
+def test_measured_fractions_stay() -> None:
+    """Those of a preset are the ones of our programs, eager or compiled; and back again."""
+    preset = Cluster.parse(GPUS)
+    compiled = with_compilation(preset, True)
+    assert compiled.device.matmul_fraction > preset.device.matmul_fraction
+    assert with_compilation(compiled, False) == preset
+    measured = replace(preset, device=replace(preset.device, matmul_fraction=0.7))
+    assert with_compilation(measured, True).device == replace(measured.device, fused=True)
+    mixed = with_compilation(Cluster.parse("dgx-h100:1+dgx-a100:1"), True)
+    assert mixed.device.fused and all(group.device.fused for group in mixed.groups)
+
+
+def test_runs_as_it_is_priced_on_gpus_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, compiled = planned("gpt2-tiny", GPUS, False), planned("gpt2-tiny", GPUS)
+    assert compiler_of(compiled, None) is False, "there are no GPUs"
+    assert compiler_of(eager, "aot_eager") == "aot_eager" and compiler_of(compiled, False) is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    found: list[Any] = [None]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0])
+    with pytest.warns(UserWarning, match="pip install triton"):
+        assert compiler_of(compiled, None) is False
+    found[0] = "triton"
+    assert compiler_of(compiled, None) is True and compiler_of(eager, None) is False
+
+
+def test_a_dry_run_compares_what_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks without compilation, which save more than the plan says of compiled ones."""
+    plan = planned("llama-tiny", GPUS)
+    plan.save(path := tmp_path / "plan.json")
+    eager = evaluation_of(priced_as(plan, compiled=False))
+    assert eager is not None and eager.peak_memory_bytes > (plan.document.predicted.peak_memory_bytes or 0)
+    assert eager.step_seconds == evaluate(plan.graph, plan.candidate, Cluster.parse(GPUS)).step_seconds
+    assert main(["dryrun", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
