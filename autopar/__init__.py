@@ -31,16 +31,22 @@ if TYPE_CHECKING:
     from autopar.ops.opaque import opaque
     from autopar.planning import plan, register_rule
     from autopar.runtime.checkpoint.entry import load_checkpoint
+    from autopar.runtime.transfer.vllm_layout import VllmLayout
+    from autopar.runtime.transfer.weight_transfer import receive_weights
+    from autopar.weight_transfer import plan_weight_transfer
 
 _LAZY = {
     "load_checkpoint": "autopar.runtime.checkpoint.entry",
     "opaque": "autopar.ops.opaque",
     "parallelize": "autopar.api",
     "plan": "autopar.planning",
+    "plan_weight_transfer": "autopar.weight_transfer",
+    "receive_weights": "autopar.runtime.transfer.weight_transfer",
     "register_rule": "autopar.planning",
     "Cluster": "autopar.cost_models.hardware.cluster",
     "Plan": "autopar.ir.plan_file.plan_file",
     "Precision": "autopar.ir.plan",
+    "VllmLayout": "autopar.runtime.transfer.vllm_layout",
 }
 
 __all__ = [
@@ -57,10 +63,13 @@ __all__ = [
     "Precision",
     "StateError",
     "UnsupportedOp",
+    "VllmLayout",
     "load_checkpoint",
     "opaque",
     "parallelize",
     "plan",
+    "plan_weight_transfer",
+    "receive_weights",
     "register_rule",
 ]
 

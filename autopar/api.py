@@ -93,6 +93,8 @@ def parallelize(
     beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
     proof: bool = False,
+    mode: str = "training",
+    new_tokens: int = 0,
 ) -> Parallel:
     """The model as a program for the cluster: an `nn.Module` whose call takes the global batch and returns what the model does.
 
@@ -122,7 +124,8 @@ def parallelize(
     `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs, where it makes one graph of
     each block). With `proof` the program is proven
     equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is not
-    proven.
+    proven. `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for
+    `new_tokens` decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -138,7 +141,7 @@ def parallelize(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,
         document_lengths=document_lengths,
-        memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside),
+        memory_margin=memory_margin, batch_dim=batch_dim, held_bytes=held_bytes(beside), mode=mode, new_tokens=new_tokens,
         compile=None if compile is None else bool(compile),
     )  # fmt: skip
     run = RuntimeOptions(
@@ -148,6 +151,8 @@ def parallelize(
     if example_inputs is not None:
         split_inputs(example_inputs)
     _check_launch(cluster_named(cluster, processes=_launched()))
+    if options.infers:
+        model.eval().requires_grad_(False)
     if example_inputs is None:
         return Deferred(lambda args, batch: _build(model, cluster, _named(model, args, batch), options, run), model.training)
     return _build(model, cluster, example_inputs, options, run)

@@ -60,6 +60,9 @@ class PlanOptions:
     compile: whether torch.compile compiles the program's blocks, and prices are those of compiled ones (None: on GPUs, where it
         makes one graph of each block).
     processes: of the search, forked from this one.
+    mode: ``"training"``, or ``"inference"``: a forward without gradients, of a model in evaluation.
+    new_tokens: of each sequence after its prompt, which are decoded with a key-value cache (0: nothing is decoded).
+    objective: of inference: ``"latency"`` of the batch, or ``"throughput"``: the batch is chosen too.
     """
 
     precision: PrecisionLike | None = None
@@ -82,14 +85,28 @@ class PlanOptions:
     source: str = ""
     compile: bool | None = None
     processes: int = 1
+    mode: str = "training"
+    new_tokens: int = 0
+    objective: str = "latency"
 
     def __post_init__(self) -> None:
         _check(self, _PLAN_CHECKS)
         check_optimizer(self.optimizer)
         if not isinstance(self.force, Force):
             parse_force(self.force)  # what does not parse is refused now, not after the model was captured
+        if not self.infers and (self.new_tokens or self.objective != "latency"):
+            raise AutoparError('new_tokens= and objective= are for inference: write mode="inference" too')
+        if self.infers and self.forced.is_configuration:
+            raise AutoparError("a whole configuration of force= is one of training: write degrees, such as tp=4")
+        if self.infers and (self.forced.degrees.get("pp", 1) > 1 or self.forced.schedule or self.forced.synthesize):
+            raise AutoparError("plans for inference have no pipeline: leave pp= and schedule= out of force=")
         if self.constraints and self.forced.is_configuration:
             raise AutoparError("constrain= is for the search, and force= is a whole configuration: leave one of them out")
+
+    @property
+    def infers(self) -> bool:
+        """Whether the plan is for inference."""
+        return self.mode == "inference"
 
     def resolved(self, precision: Precision) -> PlanOptions:
         """The same options with the dtypes of a model, and with `force` and `constrain` parsed: two spellings of one question are
@@ -212,6 +229,9 @@ _PLAN_CHECKS: Checks = (
     ("memory_margin", lambda value: value is None or (_is_number(value) and 0 <= value < 1),
      "is no share of memory: write 0 (none) or more, below 1, such as 0.1"),
     ("batch_dim", _are_dims, 'is no dimension: write 1, or {"src": 1} by argument of the forward'),
+    ("mode", lambda value: value in ("training", "inference"), 'is no mode: write "training" or "inference"'),
+    ("objective", lambda value: value in ("latency", "throughput"), 'is no objective: write "latency" or "throughput"'),
+    ("new_tokens", _is_whole, "is no number of tokens: write 0 or more"),
     ("loss_fn", lambda value: value is None or callable(value),
      "is no function: pass one of the model's result and a target"),
 )  # fmt: skip

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
+from autopar.capture.tracing.decode import capture_decode, inference
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.compute.fusion import is_traced
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
@@ -24,6 +26,7 @@ from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
+from autopar.ir.plan_file.document import InferenceInfo
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
@@ -37,6 +40,7 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
+from autopar.solve.inference import search_inference
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
@@ -79,6 +83,9 @@ def make_plan(
     compile: bool | None = None,
     graph: Graph | None = None,
     processes: int = 1,
+    mode: str = "training",
+    new_tokens: int = 0,
+    objective: str = "latency",
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
@@ -93,13 +100,18 @@ def make_plan(
     of each block). A `force` that spells out a whole configuration
     (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
     search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
+
+    With `mode="inference"` the model is planned in evaluation and without gradients, with its weights stored in the dtype of
+    `precision`. The example inputs are a prompt, after which `new_tokens` are decoded with a key-value cache: the plan has the
+    shortest time from a prompt to its last token, or, for `objective="throughput"`, the most tokens a second of any batch.
     """
     options = PlanOptions(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, batch=batch, seq=seq, name=name, source=source, outputs=outputs,
         batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn, memory_margin=memory_margin, batch_dim=batch_dim,
         held_bytes=held_bytes(beside),
-        document_lengths=document_lengths, compile=compile, processes=processes,
+        document_lengths=document_lengths, compile=compile, processes=processes, mode=mode, new_tokens=new_tokens,
+        objective=objective,
     )  # fmt: skip
     return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
 
@@ -140,15 +152,15 @@ def nearest_plans(
     """Return the plan, and up to `count` - 1 others of the search that fit, the shortest predicted steps first: one of each mesh,
     state group, number of micro-batches and schedule. Only a single one comes from the `cache`."""
     check_model(model)
+    if options.infers:
+        with inference(model):
+            return (_plan_inference(model, cluster, example_inputs, options, progress, cache),)
     forced = options.forced
     chosen = precision_of(options.precision, model)
     cluster = _cluster_for(cluster, options, chosen, progress)
     graph = graph or _capture(model, example_inputs, options, chosen)
     cluster = with_compilation(cluster, _is_compiled(options, chosen, cluster, graph))
-    if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
-        raise BatchError(
-            f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
-        )
+    _check_batch(graph, options)
     rules = registry()
     rule_notes = _warn_of_missing_rules(graph, rules, options.strict)
     search_options = with_forced_offload(_search_options(options, forced, chosen, graph, rules), forced)
@@ -185,6 +197,58 @@ def nearest_plans(
     if plans and question:
         plans.store(question, plan)
     return plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
+
+
+def _check_batch(graph: Graph, options: PlanOptions) -> None:
+    """Raise BatchError where the options ask for a batch that the graph has not."""
+    if options.batch not in (None, graph.batch) and not graph.batch_is_symbolic:
+        raise BatchError(
+            f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
+        )
+
+
+def _plan_inference(
+    model: nn.Module, named: str | Cluster, example_inputs: ExampleInputs, options: PlanOptions, progress: Progress | None,
+    cache: Path | None,
+) -> Plan:  # fmt: skip
+    """Return the plan of the prefill, with what was planned of decoding. The model is in evaluation, and frozen."""
+    asked = precision_of(options.precision, model)
+    chosen = Precision(asked.compute, asked.compute, float8=asked.float8)
+    cluster, rules = _cluster_for(named, options, chosen, progress), registry()
+    cluster = with_compilation(cluster, bool(options.compile))  # lengths grow, and each would be compiled: not by default
+    graph = _capture(model, example_inputs, options, chosen)
+    _check_batch(graph, options)
+    notes = _warn_of_missing_rules(graph, rules, options.strict)
+    search_options = _search_options(options, options.forced, chosen, graph, rules)
+    plans = PlanCache(cache) if cache is not None else None
+    question = question_of(graph, cluster, options.resolved(chosen), search_options) if plans else None
+    if plans and question and (stored := plans.load(question, graph, cluster, search_options)) is not None:
+        return stored
+    decode = None
+    if options.new_tokens:
+        arguments = signature(model.forward).bind(*split_inputs(example_inputs)[0], **split_inputs(example_inputs)[1]).arguments
+        prompt = {**arguments, **arguments.get("kwargs", {})}
+        decode = capture_decode(
+            model, prompt, options.new_tokens, compute_dtype=compute_dtype_of(chosen, model), float8=chosen.float8
+        )
+    result = search_inference(
+        graph, decode, cluster, search_options, options.new_tokens,
+        throughput=options.objective == "throughput", progress=progress,
+    )  # fmt: skip
+    plan = plan_of_result(
+        graph, cluster, result.plan_result, (), optimizer="sgd", replicated_ops=notes, name=options.name, source=options.source,
+        seq=options.seq, constrained=search_options.pins,
+    )  # fmt: skip
+    info = InferenceInfo(
+        options.new_tokens, result.prefill.evaluation.step_seconds,
+        result.decode.evaluation.step_seconds if result.decode is not None else None, result.seconds, result.bound_seconds,
+        result.tokens_per_second, result.cache_bytes,
+        int(result.decode.evaluation.peak_memory_bytes) if result.decode is not None else None,
+    )  # fmt: skip
+    plan = replace(plan, document=replace(plan.document, inference=info))
+    if plans and question:
+        plans.store(question, plan)
+    return plan
 
 
 def _cluster_for(cluster: str | Cluster, options: PlanOptions, precision: Precision, progress: Progress | None) -> Cluster:

@@ -231,6 +231,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--beside", action="append", metavar="plan.json",
         help="a plan of another model on the same devices, whose memory is left to it (several times: of several)",
     )  # fmt: skip
+    plan.add_argument("--mode", default="training", help="training (default), or inference: forwards without gradients")
+    plan.add_argument("--new-tokens", type=int, default=0, metavar="N", help="of inference: decoded after each prompt of --seq")
+    plan.add_argument("--objective", default="latency", help="of inference: latency (default), or throughput: --batch and above")
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
     compiled = "priced as torch.compile makes it, or not (default: on GPUs, where it makes one graph of each block)"
     plan.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)

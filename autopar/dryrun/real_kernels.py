@@ -42,7 +42,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
     """Train `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has no
     such rank. On a CPU it computes with so many `threads` (torchrun gives each rank one)."""
     candidate = plan.candidate
-    check_rank(candidate, rank)
+    check_rank(plan, rank)
     module = build_program(plan.graph, candidate)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

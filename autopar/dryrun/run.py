@@ -13,7 +13,6 @@ from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
 from autopar.errors import AutoparError
 from autopar.ir import dims
-from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import build_program
 from autopar.runtime.device.mesh import MeshHandle
@@ -69,7 +68,7 @@ class DryRun:
 def dry_run(plan: Plan, rank: int = 0) -> DryRun:
     """Run the program on one rank of the plan's cluster. AutoparError if the plan has no such rank."""
     candidate = plan.candidate
-    check_rank(candidate, rank)
+    check_rank(plan, rank)
     module = build_program(plan.graph, candidate)
     foreach = plan.document.cluster.description.get("device", {}).get("kind") != "cpu"
     with fake_group(rank, candidate.devices):
@@ -89,8 +88,11 @@ def dry_run(plan: Plan, rank: int = 0) -> DryRun:
             return replace(_on_device(plan, result), host_bytes=host.peak_bytes)
 
 
-def check_rank(candidate: Candidate, rank: int) -> None:
-    """Raise an AutoparError where the plan has no such rank."""
+def check_rank(plan: Plan, rank: int) -> None:
+    """Raise an AutoparError where the plan has no such rank, or nothing trains: torch's tracker fails on frozen parameters."""
+    candidate = plan.candidate
+    if plan.graph.forward_only:
+        raise AutoparError("a dry run is of a training step, and nothing trains in this plan: see `autopar inspect --memory`")
     if not 0 <= rank < candidate.devices:
         raise AutoparError(f"rank {rank} is not in the plan, which has ranks 0 to {candidate.devices - 1}")
 

@@ -72,7 +72,9 @@ def plan_what_if(
 
 
 def what_if_options(plan: Plan, time_limit_seconds: float) -> SearchOptions:
-    """Return the options of a search that asks what the plan's own asked."""
+    """Return the options of a search that asks what the plan's own asked. AutoparError for a plan for inference."""
+    if plan.document.inference is not None:
+        raise AutoparError("--what-if searches as for training, and this plan is for inference: plan again with the change")
     return SearchOptions(
         batch=plan.candidate.batch,
         precision=plan.candidate.precision,

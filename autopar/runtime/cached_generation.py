@@ -31,7 +31,7 @@ LOGGER = logging.getLogger("autopar")
 LENGTH_STEP = 64
 """Sequences are padded, and caches made, in multiples of it."""
 
-_OUTPUTS = ("logits:full", "past_key_values.keys:dtensor", "past_key_values.values:dtensor")
+CACHE_OUTPUTS = ("logits:full", "past_key_values.keys:dtensor", "past_key_values.values:dtensor")
 
 
 @dataclass
@@ -150,19 +150,23 @@ class CachedGeneration:
         return same_on_all_ranks(result.logits)
 
     def _call(self, batch: Mapping[str, torch.Tensor], cache: KeyValueCache) -> Any:
-        with self.parallel.returning(*_OUTPUTS):
+        with self.parallel.returning(*CACHE_OUTPUTS):
             return self.parallel(**batch, past_key_values=cache, use_cache=True)
 
     def _capacity(self, length: int) -> int:
-        """Room for a sequence of this length, and of the expected one: few different ones, each of which has a program."""
-        wanted = LENGTH_STEP
-        while wanted < max(length, self.expected):
-            wanted *= 2
-        return wanted if self.most is None else min(wanted, self.most)
+        return cache_capacity(max(length, self.expected), self.most)
 
     def _each(self, change: Any) -> None:
         assert self.cache is not None
         self.cache = KeyValueCache([change(each) for each in self.cache.keys], [change(each) for each in self.cache.values])
+
+
+def cache_capacity(length: int, most: int | None) -> int:
+    """Return the positions of a cache for sequences of this length: few different ones, each of which has a program."""
+    wanted = LENGTH_STEP
+    while wanted < length:
+        wanted *= 2
+    return wanted if most is None else min(wanted, most)
 
 
 # -- the tensors of a cache: DTensors of [batch, heads, tokens, size]

@@ -92,3 +92,9 @@ class CheckpointProblem(StateError):
 
 class DamagedCheckpoint(CheckpointProblem):
     """A checkpoint that is not whole: a file of it is missing, cut or changed."""
+
+
+class TransferProblem(StateError):
+    """Weights that cannot be sent to another job, or received from it; all ranks raise it."""
+
+    on_all_ranks = True

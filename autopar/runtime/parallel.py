@@ -120,8 +120,8 @@ class Parallel(ShardedModule):
         # nn.Module would register the program, whose parameters are not the canonical ones, as a child
         vars(self).update(
             program=program, state=state, plain=plain, pipeline_step=step, variants=variants, calls=calls, _watch=watch,
-            heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), measurement=None, cache_record=CacheRecord(),
-            compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
+            heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), transfers={}, measurement=None,
+            cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
         )  # fmt: skip
 
     # -- the step

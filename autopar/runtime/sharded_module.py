@@ -21,7 +21,7 @@ from .checkpoint.held import HeldState, Optimizers, held_by_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
-from .compat.dtensor import replicated
+from .compat.dtensor import local_of, replicated
 from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
@@ -37,6 +37,10 @@ from .state.offload_optimizer import offload_optimizer
 from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork
+from .transfer.connection import Endpoint
+from .transfer.transfer_plan import TransferPlan
+from .transfer.weight_layout import layout_of_program
+from .transfer.weight_transfer import BUFFER_BYTES, JOIN_SECONDS, WeightTransfer
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -65,6 +69,7 @@ class ShardedModule(TreeNode):
     heartbeat: Heartbeat | None
     memory: MemoryGuard
     checkpoints: Checkpoints
+    transfers: dict[Any, WeightTransfer]
     plain: PlainModel | None
     plan: Any
     """The plan (an `autopar.Plan`) that `parallelize` followed; None of an exported program."""
@@ -265,6 +270,41 @@ class ShardedModule(TreeNode):
         with self._watch("loading weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)
             return load_pretrained(self.state, self.plain, rounds, folder, strict=strict)
+
+    def send_weights(
+        self,
+        address: str,
+        *,
+        dtype: torch.dtype | None = None,
+        memory_bytes: int = BUFFER_BYTES,
+        join_seconds: float = JOIN_SECONDS,
+    ) -> TransferPlan:
+        """Send the weights to another job, whose ranks call `receive_weights` with the same address (``host:port`` of this job's
+        first rank): each element once to each rank that has it, straight from a rank that holds it, in rounds with buffers of at
+        most `memory_bytes` on each rank. Floating-point weights are sent as they are trained, or in `dtype`. Returns the plan of
+        the transfer, with its bytes and lower bounds. All ranks must call; the jobs stay connected for the next call.
+
+        TransferProblem, on all ranks of both jobs, names who is not there after `join_seconds`, or what does not fit."""
+        self.calls.check_steps_ended("send_weights")
+        return self._transfer(address, True, dtype, memory_bytes, join_seconds)
+
+    def receive_weights(self, address: str, *, join_seconds: float = JOIN_SECONDS) -> TransferPlan:
+        """Receive into these weights, in place, what the other job sends by `send_weights` at the address. All ranks must
+        call."""
+        return self._transfer(address, False, None, BUFFER_BYTES, join_seconds)
+
+    def _transfer(
+        self, address: str, sends: bool, dtype: torch.dtype | None, memory_bytes: int, join_seconds: float
+    ) -> TransferPlan:
+        state, key = self.state, (address, sends, dtype, memory_bytes)
+        with self._watch("sending weights" if sends else "receiving weights"):
+            if key not in self.transfers:
+                rounds = self.checkpoints.rounds(state.mesh.describe)
+                end = Endpoint(address, sends, rounds.rank, rounds.size, join_seconds)
+                layout = layout_of_program(state.mesh, state.index, state.zero_dims, dtype)
+                self.transfers[key] = WeightTransfer(end, lambda source: layout, memory_bytes, rounds)
+            parameters = {name: local_of(each) for name, each in state.parameters.items()}
+            return self.transfers[key].run(parameters | state.buffers)
 
     def reseed(self, seed: int) -> None:
         """Restart all random streams from `seed`; pass the same on every rank."""

@@ -200,7 +200,7 @@ class _Search:
         """Solve plain data parallelism over all devices, DDP and FSDP, in as few micro-batches as fit."""
         state = self.state
         mesh = mesh_of(state.cluster.size)
-        if state.graph.batch % mesh.size:
+        if state.graph.batch % mesh.size or state.options.stored:  # which is of one mesh
             return
         counts = sorted({each.point.micro_batches for each in state.points if each.point.mesh == mesh} or {1})
         tables = ProblemTables(state.graph, state.cluster, replace(state.options, pins={}), state.registry)

@@ -33,6 +33,7 @@ from autopar.runtime.variants import LOGGER
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.inference import stored_placements
 from autopar.solve.problem.structure import Placed
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
@@ -123,14 +124,6 @@ def _schedule_for(first: Candidate, parts: int, pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, schedule="gpipe", actions="\n".join(lines))
 
 
-def stored_placements(plan: Plan) -> dict[str, Placements]:
-    """The placement of each parameter as it is stored, by its name in the model."""
-    blocks = {block.block: block for block in plan.candidate.blocks}
-    return {
-        name: at for call in plan.graph.calls for name, at in zip(call.parameters, blocks[call.block].parameters, strict=True)
-    }
-
-
 def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed) -> Planned:
     """The best placements of operations where those of parameters are given."""
     first = plan.candidate
@@ -139,7 +132,7 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         raise PlanMismatch(
             f"it reads {unknown[0]}, which the first program does not (of adapters: make all active before autopar.parallelize)"
         )
-    stored = stored_placements(plan)
+    stored = stored_placements(plan.graph, first)
     graph = _with_blocks_by_storage(graph, stored)
     pipeline = _schedule_for(first, parts, first.pipeline)
     if pipeline.stages > 1:

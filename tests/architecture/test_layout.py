@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
     *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options", "planning", "passes"),
-    *("program", "variants", "dryrun", "given_plan", "api", "tune", "integrations", "verification", "doctor"),
+    *("program", "variants", "dryrun", "weight_transfer", "given_plan", "api", "tune", "integrations", "verification", "doctor"),
     *("validate", "launch", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}

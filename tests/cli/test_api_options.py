@@ -17,7 +17,8 @@ from autopar.options import PlanOptions
 SAID: dict[str, Any] = {
     "precision": "float64", "force": "dp=1", "constrain": {"x": {"tp": "R"}}, "optimizer": "sgd", "strict": True,
     "time_limit_seconds": 7.0, "outputs": ("logits",), "batch_norm": "local", "expert_load": 1.5, "document_lengths": 512,
-    "loss_fn": nn.functional.mse_loss, "memory_margin": 0.2, "batch_dim": {"x": 0}, "compile": True,
+    "loss_fn": nn.functional.mse_loss, "memory_margin": 0.2, "batch_dim": {"x": 0}, "compile": True, "mode": "inference",
+    "new_tokens": 3,
 }  # fmt: skip
 
 

@@ -95,6 +95,9 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
         batch_dim=getattr(arguments, "batch_dim", None),
         compile=getattr(arguments, "compile", None),
         processes=getattr(arguments, "processes", 1),
+        mode=getattr(arguments, "mode", "training"),
+        new_tokens=getattr(arguments, "new_tokens", 0),
+        objective=getattr(arguments, "objective", "latency"),
     )
     return replace(options, force=options.forced)
 
@@ -108,8 +111,11 @@ def plan_of(
     precision, seq = precision_asked(arguments, loaded.model), arguments.seq or _sequence(loaded.example_inputs)
     options = replace(options_of(arguments), precision=precision, name=loaded.name, seq=seq)
     kept = None if arguments.no_cache else plan_folder()
+    inputs = loaded.example_inputs
+    if options.infers and isinstance(inputs, dict) and options.new_tokens:
+        inputs = {name: each for name, each in inputs.items() if name != "labels"}
     return plan_with(
-        loaded.model, cluster, loaded.example_inputs, options, progress=console.progress, cache=kept, graph=graph
+        loaded.model, cluster, inputs, options, progress=console.progress, cache=kept, graph=graph
     )  # fmt: skip
 
 
@@ -153,8 +159,9 @@ def summary(plan: Plan, console: Console) -> None:
         ("plan", describe(plan.graph, plan.candidate)),
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
-        ("precision", f"{precision_text(plan.candidate.precision)}, {document.optimizer}"),
+        ("precision", precision_text(plan.candidate.precision) + ("" if document.inference else f", {document.optimizer}")),
         ("blocks", "compiled by torch.compile" if document.cluster.compiled else "not compiled"),
+        *_inference(plan),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
         ("search", f"{document.search.status}, gap {percent(predicted.gap)}, {document.search.candidates} candidates"),
@@ -179,6 +186,20 @@ def summary(plan: Plan, console: Console) -> None:
         for each in _shown(document.search.meshes):
             if each.status == "NOT TRIED" and each.reason:
                 console.text(f"not tried: {each.mesh}: {each.reason}")
+
+
+def _inference(plan: Plan) -> list[tuple[str, str]]:
+    """The predicted latency and throughput of a plan for inference."""
+    info = plan.document.inference
+    if info is None or info.decode_seconds is None:
+        return []
+    each = f"{seconds(info.prefill_seconds)} for the prompt, {seconds(info.decode_seconds)} for each further token"
+    gap = 1 - info.latency_bound_seconds / info.latency_seconds
+    return [
+        ("inference", f"{info.new_tokens} new tokens in {seconds(info.latency_seconds)} (gap {percent(gap)}): {each}"),
+        ("", f"{info.new_tokens_per_second:.4g} new tokens/s; key-value cache {size(info.cache_bytes)} per device, "
+         f"{size(info.decode_peak_bytes)} at the peak of decoding"),
+    ]  # fmt: skip
 
 
 def _memory(plan: Plan) -> str:

@@ -169,6 +169,21 @@ class SearchInfo(msgspec.Struct, frozen=True):
     constrained: dict[Line, dict[Name, Line]] = {}
 
 
+class InferenceInfo(msgspec.Struct, frozen=True):
+    """The prediction of a plan for inference, whose step is the prefill of a prompt: seconds of that, of one decoded token of
+    every sequence (None: nothing is decoded), and to the last of `new_tokens`, with a lower bound; new tokens a second of all
+    sequences; the key-value cache of a device, and its peak memory while it decodes."""
+
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float | None
+    latency_seconds: float
+    latency_bound_seconds: float
+    new_tokens_per_second: float
+    cache_bytes: int
+    decode_peak_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
     """The whole file. `blocks` are without their nodes, which `ops` has; the `schedule` of one stage is called ``none``. `saves`:
@@ -194,6 +209,7 @@ class PlanDocument:
     replicated_share: dict[str, float]
     graph: Graph
     saves: dict[str, SavedTensors] = field(default_factory=dict)
+    inference: InferenceInfo | None = None
 
 
 def divide_blocks(graph: Graph, candidate: Candidate) -> tuple[tuple[BlockPlan, ...], tuple[OpInfo, ...]]:

@@ -85,12 +85,18 @@ class MeshHandle:
             return
         if size % group_size:
             raise LaunchProblem(f"state on groups of {group_size} does not divide dp={size}: plan again with a divisor, or 0")
-        halves = {REPLICATE_AXIS: size // group_size, SHARD_AXIS: group_size}
-        self.state_axes = {}
-        for name, count in self.axes.items():
-            self.state_axes |= halves if name == DATA_AXIS else {name: count}
+        self.state_axes = self.divided_axes(group_size)
         _, self.state_mesh = self._meshes(self.state_axes)
         self.shard_axis = _handle(SHARD_AXIS, group_size, self.state_mesh)
+
+    def divided_axes(self, group_size: int) -> dict[str, int]:
+        """Return the axes with the data axis as two: between the copies of the state, and the `group_size` ranks that share
+        one."""
+        halves = {REPLICATE_AXIS: self.dp.size // group_size, SHARD_AXIS: group_size}
+        axes: dict[str, int] = {}
+        for name, count in self.axes.items():
+            axes |= halves if name == DATA_AXIS else {name: count}
+        return axes
 
     @property
     def sharding_mesh(self) -> DeviceMesh:

@@ -39,7 +39,7 @@ def meet(join_seconds: float = JOIN_SECONDS) -> Meeting:
     until = time.monotonic() + join_seconds
     store = _reach_store(rank, size, until, join_seconds)
     try:
-        name = _await_all(store, rank, size, until, join_seconds)
+        name = await_all(store, rank, size, until, join_seconds)
     except RuntimeError as error:
         raise LaunchProblem(f"the store of the run was lost while ranks were joining: {_first_line(error)}") from error
     return Meeting(torch.distributed.PrefixStore(f"autopar/run/{name}", store), rank, size)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def _reach_store(rank: int, size: int, until: float, join_seconds: float) -> Any
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     holder = "rank 0" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else "torchrun"
-    while not holds and not _answers(address, port):
+    while not holds and not answers(address, port):
         if time.monotonic() > until:
             raise LaunchProblem(
                 f"{holder}, which holds the store of the run, does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
@@ -67,13 +67,14 @@ def _reach_store(rank: int, size: int, until: float, join_seconds: float) -> Any
         ) from error
 
 
-def _answers(address: str, port: int) -> bool:
+def answers(address: str, port: int) -> bool:
+    """Return whether somebody listens there."""
     with suppress(OSError), socket.create_connection((address, port), timeout=2.0):
         return True
     return False
 
 
-def _await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> str:
+def await_all(store: Any, rank: int, size: int, until: float, join_seconds: float) -> str:
     """Wait for all ranks; the name of the meeting, which is new. The store may be that of torchrun, which outlives a restart,
     and have words of processes that have died: rank 0 proposes a meeting of those whose words it finds, which begins once all
     of them have agreed and rank 0 has seen that. Whoever comes later replaces the words of a process of its rank, and rank 0

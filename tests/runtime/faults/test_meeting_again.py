@@ -27,7 +27,7 @@ class Runs:
         def one(rank: int) -> None:
             store = dist.TCPStore("localhost", self.server.port, is_master=False, timeout=timedelta(seconds=20))
             try:
-                name = rendezvous._await_all(store, rank, size, monotonic() + seconds, seconds)
+                name = rendezvous.await_all(store, rank, size, monotonic() + seconds, seconds)
                 out[rank] = Meeting(dist.PrefixStore(name, store), rank, size)
             except LaunchProblem as problem:
                 out[rank] = str(problem)
