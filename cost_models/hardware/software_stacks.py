@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isclose
 from typing import Any
 
+from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
     FIELDS,
     SoftwareStack,
     host_launch_seconds,
+    planner_fractions,
     software_stacks,
     stack_for,
     state_layouts,
@@ -28,14 +32,23 @@ def _apply(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
 
 
 def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
-    """Return the cluster as our own programs use it, compiled or in eager mode: with the fractions of that, where it has those of
-    our programs; where it has fractions of its own, only the fusion of kernels changes."""
+    """Return the cluster as our own programs use it, compiled or in eager mode: with the fractions of that on devices that have
+    those of our programs, or one share of them all (as ``autopar tune`` writes it); where a device has fractions of its own, only
+    the fusion of kernels changes."""
     if cluster.device.fused == compiled:
         return cluster
-    if with_stack(cluster, compiled=not compiled) == cluster:
-        cluster = with_stack(cluster, compiled=compiled)
-    groups = tuple(replace(each, device=replace(each.device, fused=compiled)) for each in cluster.groups)
-    return replace(cluster, device=replace(cluster.device, fused=compiled), groups=groups)
+    groups = tuple(replace(each, device=_with_fusion(each.device, compiled)) for each in cluster.groups)
+    device = bottleneck_device([each.device for each in groups]) if groups else _with_fusion(cluster.device, compiled)
+    return replace(cluster, device=device, groups=groups)
+
+
+def _with_fusion(device: Device, compiled: bool) -> Device:
+    before, after = (planner_fractions(device.generation, each) for each in (not compiled, compiled))
+    shares = [getattr(device, name) / fraction for name, fraction in before.items()]
+    if any(not isclose(share, shares[0]) for share in shares):
+        return replace(device, fused=compiled)
+    fractions: dict[str, Any] = {name: after[name] * share for name, share in zip(before, shares, strict=True)}
+    return replace(device, **fractions, fused=compiled)
 
 
 def with_stack(

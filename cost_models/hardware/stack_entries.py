@@ -97,7 +97,7 @@ def other_constants(name: str, generation: str, compiled: bool = False) -> str:
     return f"no constants of {name or 'an unnamed stack'} on {generation or 'an unknown generation'}: {whose}"
 
 
-def planner_fractions(generation: str) -> dict[str, float]:
+def planner_fractions(generation: str, compiled: bool = False) -> dict[str, float]:
     """Return what our own programs reach on a device generation, as fields of a device; empty where nothing is known of it."""
-    stack = stack_for(DEFAULT_STACK, generation)
+    stack = stack_for(DEFAULT_STACK, generation, compiled)
     return {FIELDS[name]: share for name, share in stack.constants if name in FIELDS} if stack is not None else {}

@@ -14,8 +14,10 @@ import torch
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cli.evaluation import evaluation_of
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.bottleneck import bottleneck_device
+from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.software_stacks import with_compilation
+from autopar.cost_models.hardware.tuned_rates import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.given_plan import compiler_of, priced_as
 from autopar.ir.plan_file.plan_file import Plan
@@ -56,6 +58,25 @@ def test_measured_fractions_stay() -> None:
     assert with_compilation(measured, True).device == replace(measured.device, fused=True)
     mixed = with_compilation(Cluster.parse("dgx-h100:1+dgx-a100:1"), True)
     assert mixed.device.fused and all(group.device.fused for group in mixed.groups)
+
+
+@pytest.mark.parametrize("other", ["dgx-h100:1", "dgx-a100:1"])
+def test_groups_reach_what_their_devices_reach_alone(other: str) -> None:
+    both = Cluster.parse(f"dgx-h100:1+{other}")
+    mixed = with_compilation(both, True)
+    alone = tuple(with_compilation(Cluster.parse(each), True).device for each in ("dgx-h100:1", other))
+    assert tuple(group.device for group in mixed.groups) == alone
+    assert mixed.device == bottleneck_device(list(alone)) and with_compilation(mixed, False) == both
+
+
+def test_shares_that_steps_reached_are_those_of_compiled_programs_too() -> None:
+    """``autopar tune`` compares steps of compiled plans with prices of such, and writes the shares of both."""
+    preset, shares = Cluster.parse(GPUS), TunedRates(0.7, 0.8)
+    tuned = with_compilation(with_tuned_rates(preset, shares), True)
+    wanted = with_tuned_rates(with_compilation(preset, True), shares)
+    for name in ("matmul_fraction", "bandwidth_fraction", "attention_fraction"):
+        assert getattr(tuned.device, name) == pytest.approx(getattr(wanted.device, name))
+    assert tuned.links == wanted.links and tuned.device.fused
 
 
 def test_runs_as_it_is_priced_on_gpus_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
