@@ -25,6 +25,7 @@ from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_
 from autopar.dryrun.run import make_optimizer
 from autopar.errors import AutoparError, ClusterError
 from autopar.files import read_text, write_whole
+from autopar.given_plan import compiler_of, priced_as
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
@@ -100,7 +101,7 @@ def learn(raced: Sequence[RacedPlan]) -> Lesson:
     """Return what the plans that ran say of their cluster."""
     steps = [
         MeasuredStep(
-            each.plan.graph, each.plan.candidate, Cluster.from_dict(each.plan.document.cluster.description),
+            each.plan.graph, each.plan.candidate, Cluster.from_dict(as_run(each.plan).document.cluster.description),
             each.plan.document.optimizer, each.median_seconds,
         )
         for each in raced
@@ -116,14 +117,19 @@ def cluster_file(cluster: str, plan: str) -> Path:
     return Path(cluster) if cluster.endswith((".yaml", ".yml")) else Path(plan).with_suffix(".cluster.yaml")
 
 
-def keep(lesson: Lesson, cluster: Cluster, path: Path, how: str) -> None:
-    """Write the shares into the cluster's file, on top of those that it has, or the whole cluster where it is no file."""
-    if cluster.name == str(path):
+def keep(lesson: Lesson, named: str, cluster: Cluster, path: Path, how: str) -> None:
+    """Write the shares into the cluster's file, on top of those that it has, or the whole cluster where it was `named`."""
+    if Path(named) == path:
         text = read_text(path, ClusterError, "cluster file")
     else:
         content = {key: value for key, value in cluster.to_dict().items() if key != "name"}
         text = yaml.safe_dump(in_human_units(content), sort_keys=False, width=128)
     write_whole(path, with_tuned_line(text, tuned_of(text).times(lesson.rates), f"{how}: {lesson}"))
+
+
+def as_run(plan: Plan) -> Plan:
+    """Return the plan priced as `parallelize` runs it here: without Triton blocks are not compiled, whatever it says."""
+    return priced_as(plan, bool(compiler_of(plan, None)))
 
 
 class _LapProblem(AutoparError):

@@ -107,16 +107,42 @@ def distance(ratios: list[float]) -> float:
     return sum(math.log(ratio) ** 2 for ratio in ratios)
 
 
-def test_what_is_learnt_goes_on_top_of_what_the_file_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", "name: ours\n"])
+@pytest.mark.parametrize("named", ["cluster.yaml", "./cluster.yaml", "folder/../cluster.yaml", "link.yaml"])
+def test_what_is_learnt_goes_on_top_of_what_the_file_has(
+    named: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the file is called, and whatever it calls its cluster."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "cluster.yaml"
-    path.write_text("# ours\nlike: l4\ntuned: {device: 0.5, network: 0.8}  # by hand\n")
-    cluster = Cluster.parse(str(path))
-    assert tune.cluster_file(str(path), "plan.json") == path
-    tune.keep(tune.Lesson(TunedRates(0.5, 1.5), (0.5,), (1.0,)), cluster, path, "a test")
-    found = Cluster.parse(str(path))
+    Path("folder").mkdir()
+    Path("link.yaml").symlink_to(path)
+    path.write_text(f"# ours\nlike: l4\n{more}tuned: {{device: 0.5, network: 0.8}}  # by hand\n")
+    cluster, kept = Cluster.parse(named), tune.cluster_file(named, "plan.json")
+    assert kept.samefile(path)
+    tune.keep(tune.Lesson(TunedRates(0.5, 1.5), (0.5,), (1.0,)), named, cluster, kept, "a test")
+    assert Path("link.yaml").is_symlink()
+    found = Cluster.parse(named)
     assert found.device.matmul_fraction == pytest.approx(cluster.device.matmul_fraction / 2)
     assert path.read_text().startswith("# ours\n") and "by hand" not in path.read_text()
     assert "0.50 to 0.50" in path.read_text()
+
+
+def test_what_ran_without_compilation_is_compared_with_such_a_price() -> None:
+    """No Triton, or no GPUs, as here: the plan is priced as compiled, and does not run so."""
+    loaded = load_model("gpt2-tiny", 16, None, device="cpu")
+    priced = {
+        compile: nearest_plans(
+            loaded.model, "dgx-h100:1", loaded.example_inputs, PlanOptions(force="tp=1,zero=2", compile=compile), 1
+        )[0]
+        for compile in (False, True)
+    }
+    seconds = priced[False].document.predicted.step_seconds
+    assert seconds is not None and seconds > (priced[True].document.predicted.step_seconds or 0)
+    lesson = tune.learn([RacedPlan(priced[False], (seconds,))])
+    assert lesson.before == (pytest.approx(1.0),)
+    eager = evaluate(priced[True].graph, priced[True].candidate, Cluster.parse("dgx-h100:1"), "adamw").step_seconds
+    assert tune.learn([RacedPlan(priced[True], (eager,))]).before == (pytest.approx(1.0),)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
         best, lesson = fastest(raced), learn(raced)
         best.plan.save(arguments.output)
         how = f"autopar tune, {date.today().isoformat()}, {len(lesson.before)} plans of {' '.join(loaded.name.split())}"
-        keep(lesson, cluster, path, how)
+        keep(lesson, arguments.cluster, cluster, path, how)
         _report(raced, best, lesson, arguments.output, path, console)
 
 
