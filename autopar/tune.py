@@ -38,6 +38,7 @@ WARM_UP_STEPS = 2
 LEAST_GAIN = 0.01
 """The share by which another plan has to be faster than the first one: less is the noise of the machine."""
 
+
 @dataclass(frozen=True, slots=True)
 class RacedPlan:
     """A plan with the seconds of its steps, each that of the slowest rank; or with the `error` that ended it."""

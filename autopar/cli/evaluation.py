@@ -34,7 +34,7 @@ def with_plan(command: Callable[[Plan, argparse.Namespace, Console], int]) -> Ca
 
         with refuse_misfits(arguments.plan):
             plan = read_plan(arguments.plan)
-            with known_saves(plan.document.saves):
+            with known_saves(plan.known_saves):
                 return command(plan, arguments, console)
 
     return run

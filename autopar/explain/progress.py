@@ -9,6 +9,7 @@ from autopar.ir.plan_file.plan_file import Plan
 
 LOGGER = logging.getLogger("autopar")
 
+
 def say_measuring(line: str) -> None:
     """Write a line before, and one after, this machine is measured: as a warning, since somebody waits who sees nothing else."""
     LOGGER.warning("%s", line)

@@ -241,6 +241,17 @@ def test_the_file_says_what_was_observed(one_stage: Plan) -> None:
         assert evaluation_of(one_stage).peak_memory_bytes < before.peak_memory_bytes
 
 
+def test_what_was_edited_is_observed_anew(one_stage: Plan) -> None:
+    """So that the prices of a file are those of its graph: of one that no longer saves anything too."""
+    document = load(one_stage).document
+    assert load(one_stage).known_saves == document.saves != {}
+    nothing = {key: replace(each, operands=(False,) * len(each.operands)) for key, each in document.saves.items()}
+    edited = Plan(replace(document, saves=nothing), one_stage.graph, one_stage.candidate)
+    assert load(edited).known_saves == {}
+    with known_saves(load(edited).known_saves):
+        assert evaluation_of(one_stage) == evaluation_of(edited)
+
+
 def load(plan: Plan) -> Plan:
     return Plan.from_json(plan.to_json())
 

@@ -187,7 +187,7 @@ class InferenceInfo(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
     """The whole file. `blocks` are without their nodes, which `ops` has; the `schedule` of one stage is called ``none``. `saves`:
-    what autograd was observed to save of the graph's operations, so that who reads the file needs no torch."""
+    what autograd was observed to save of the graph's operations, so that who reads the file needs no torch (with a checksum)."""
 
     schema_version: int
     model: ModelInfo
@@ -209,6 +209,7 @@ class PlanDocument:
     replicated_share: dict[str, float]
     graph: Graph
     saves: dict[str, SavedTensors] = field(default_factory=dict)
+    saves_checksum: str = ""
     inference: InferenceInfo | None = None
 
 

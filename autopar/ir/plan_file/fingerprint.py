@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from autopar.ir.graph import Graph
 from autopar.ir.interface import Interface
 from autopar.ir.plan_file.codec import encode
+from autopar.ir.plan_file.saved_tensors import SavedTensors
 
 
 def graph_fingerprint(graph: Graph) -> str:
@@ -38,6 +40,11 @@ def checksum(graph: Graph) -> str:
     the arguments that may be left out, and the form of the result. They differ between versions of a library and between scripts
     for models that compute the same, so a captured model is not compared with them; a file that is used without its model is."""
     return _digest(encode(replace(graph, checksum="")))
+
+
+def saves_checksum(saves: Mapping[str, SavedTensors]) -> str:
+    """16 hexadecimal digits of what autograd saves, as a file says it: who edits it has it observed anew."""
+    return _digest([(key, encode(saved)) for key, saved in saves.items()]) if saves else ""
 
 
 def _digest(data: object) -> str:

@@ -37,7 +37,7 @@ from autopar.ir.plan_file.document import (
     divide_blocks,
     join_blocks,
 )
-from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
+from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint, saves_checksum
 from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.ir.plan_file.verify_graph import verify_graph, verify_texts
 from autopar.ir.verify import verify_candidate
@@ -74,6 +74,12 @@ class Plan:
             return self
         verify_candidate(graph, self.candidate, self.document.cluster.devices)
         return Plan(replace(self.document, graph=_with_checksum(graph)), graph, self.candidate)
+
+    @property
+    def known_saves(self) -> dict[str, SavedTensors]:
+        """What autograd saves of the graph's operations; nothing where somebody edited it: torch is asked then."""
+        saves = self.document.saves
+        return saves if saves_checksum(saves) == self.document.saves_checksum else {}
 
     def describe(self) -> str:
         """The plan in one line: ``dp=2 (ZeRO-3) x tp=2 (column- and row-parallel linears, attention heads)``."""
@@ -136,6 +142,7 @@ def assemble_plan(
         replicated_share=replicated_share or {},
         graph=_with_checksum(graph),
         saves=saves or {},
+        saves_checksum=saves_checksum(saves or {}),
     )
     return Plan(document, graph, candidate)
 
