@@ -296,13 +296,16 @@ class ShardedModule(TreeNode):
     def _transfer(
         self, address: str, sends: bool, dtype: torch.dtype | None, memory_bytes: int, join_seconds: float
     ) -> TransferPlan:
-        state, key = self.state, (address, sends, dtype, memory_bytes)
+        state, options = self.state, {"dtype": dtype, "memory_bytes": memory_bytes} if sends else {}
+        key = address, sends
         with self._watch("sending weights" if sends else "receiving weights"):
-            if key not in self.transfers:
+            if key in self.transfers and self.transfers[key].connection is not None:
+                self.transfers[key].check_options(options)
+            else:
                 rounds = self.checkpoints.rounds(state.mesh.describe)
                 end = Endpoint(address, sends, rounds.rank, rounds.size, join_seconds)
                 layout = layout_of_program(state.mesh, state.index, state.zero_dims, dtype)
-                self.transfers[key] = WeightTransfer(end, lambda source: layout, memory_bytes, rounds)
+                self.transfers[key] = WeightTransfer(end, lambda source: layout, memory_bytes, rounds, options)
             parameters = {name: local_of(each) for name, each in state.parameters.items()}
             return self.transfers[key].run(parameters | state.buffers)
 

@@ -35,8 +35,8 @@ class Endpoint:
     @property
     def host_and_port(self) -> tuple[str, int]:
         """The parts of the address. TransferProblem where it is none."""
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal():
+        host, _, port = str(self.address).rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
             raise TransferProblem(f"{self.address!r} is no address: pass host:port of the first rank that sends weights")
         return host.strip("[]"), int(port)
 

@@ -99,8 +99,8 @@ def plan_transfer(
     """Return the plan. Of the ranks that hold a slice one on the receiver's host sends it, where `hosts` (of the ranks of both
     jobs) are known, and else that which has the least to send. TransferProblem where the layouts are not of the same tensors."""
     _check_same(source, target)
-    if memory_bytes < 64:
-        raise TransferProblem(f"memory_bytes={memory_bytes} is no memory for buffers: pass 2**20 or more")
+    if type(memory_bytes) is not int or memory_bytes < 64:
+        raise TransferProblem(f"memory_bytes={memory_bytes!r} is no memory for buffers: pass 2**20 or more")
     wanted = sorted(_wanted(source, target, memory_bytes // 4), key=lambda each: (len(each[0]), -each[3]))
     load: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)

@@ -41,6 +41,8 @@ class VllmLayout(NamedTuple):
     def of(self, source: WeightLayout) -> WeightLayout:
         """Return the layout of the tensors of `source`. TransferProblem names one that the table has no kind for, or that does
         not divide."""
+        if not all(type(count) is int and count > 0 for count in self):
+            raise TransferProblem(f"{self}: write the number of ranks, and that of heads of keys and values, each 1 or more")
         order = list(_KINDS)
         modules = {name: name.split(".")[-2:-1] for name in source.tensors}
         listed = [name for name, tensor in source.tensors.items() if not tensor.buffer]  # vLLM makes its own

@@ -151,6 +151,8 @@ def layout_of_program(
     mesh: MeshHandle, index: ParameterIndex, zero_dims: Mapping[str, int | None], dtype: torch.dtype | None = None
 ) -> WeightLayout:
     """Return the layout of a program's parameters and buffers, with floating-point ones in `dtype` unless that is None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TransferProblem(f"dtype={dtype!r} is no floating-point dtype: pass one of torch, such as torch.bfloat16")
     tensors = {}
     for name, spec in index.specs.items():
         own: torch.dtype = getattr(torch, spec.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby, product
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +32,22 @@ class WeightTransfer:
     plan: TransferPlan | None = None
     store: Any = None
 
-    def __init__(self, end: Endpoint, layout: Callable[[WeightLayout], WeightLayout], memory_bytes: int, rounds: Rounds) -> None:
-        """`layout`: of the sender's own weights, or of the receiver's from the sender's. `rounds`: the ranks of this job."""
-        self.end, self.layout, self.memory_bytes, self.rounds = end, layout, memory_bytes, rounds
+    def __init__(
+        self, end: Endpoint, layout: Callable[[WeightLayout], WeightLayout], memory_bytes: int, rounds: Rounds,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """`layout`: of the sender's own weights, or of the receiver's from the sender's. `rounds`: the ranks of this job.
+        `options` are what the user asked for."""
+        self.end, self.layout, self.memory_bytes, self.rounds, self.options = end, layout, memory_bytes, rounds, options
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise TransferProblem where a later call asks for others: the other job follows the plan of the first one."""
+        for name, value in options.items():
+            if value != self.options[name]:
+                raise TransferProblem(
+                    f"both jobs are connected at {self.end.address} with {name}={self.options[name]}, not {value}: pass the same "
+                    "in each call, or another address in both jobs"
+                )
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> TransferPlan:
         """Send this rank's tensors, or fill them, and return the plan that was followed. All ranks of both jobs call it together.

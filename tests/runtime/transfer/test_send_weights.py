@@ -19,6 +19,7 @@ from support.plans.forced_plans import forced_plan, world_of
 from torch import Tensor
 
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.runtime.errors import TransferProblem
 from autopar.weight_transfer import plan_weight_transfer
 
 State = dict[str, Tensor]
@@ -60,6 +61,9 @@ def trainer(text: str, state: State, batch: Any, address: str, calls: int, optio
         train(parallel, [batch], optimizer)
         plan = parallel.send_weights(address, join_seconds=60, **options)
         sent.append(parallel.full_state() | {"loss": loss_of(parallel, batch)})
+    for name, value in {"dtype": torch.float16, "memory_bytes": 2**20}.items():
+        with pytest.raises(TransferProblem, match=f"connected at {address} with {name}="):
+            parallel.send_weights(address, **{**options, name: value})
     return sent, plan
 
 
@@ -214,7 +218,7 @@ def test_nobody_there(ranks: RankPool, address: str) -> None:
         address = f"localhost:{taken.getsockname()[1]}"
         for each in ranks.run(refusal, text, state, address, True, {"join_seconds": 20}, world=2):
             assert "pass a free port" in each and "\n" not in each, each
-    for wrong in ("localhost", "localhost:port", ":80"):
+    for wrong in ("localhost", "localhost:port", ":80", "localhost:0", "localhost:99999", 29777):
         assert "is no address" in ranks.run(refusal, text, state, wrong, True, {}, world=2)[1]
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 
+from autopar.capture.models import load_model
+from autopar.planning import make_plan
 from autopar.runtime.errors import TransferProblem
 from autopar.runtime.transfer.transfer_plan import TransferPlan, plan_transfer
 from autopar.runtime.transfer.vllm_layout import VllmLayout
 from autopar.runtime.transfer.weight_layout import AxisShard, TensorLayout, WeightLayout
 from autopar.runtime.transfer.weight_transfer import _copy
+from autopar.weight_transfer import plan_weight_transfer
 
 
 def drawn_layout(draw: random.Random, shapes: dict[str, tuple[int, ...]]) -> WeightLayout:
@@ -190,6 +194,27 @@ def test_vllm_layout(tp: int) -> None:
 def test_vllm_refuses(tp: int, name: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(TransferProblem, match=words):
         VllmLayout(tp, KV).of(WeightLayout({"dp": 1}, {name: TensorLayout("float32", shape)}))
+
+
+@pytest.mark.parametrize("layout", [VllmLayout(0, KV), VllmLayout(2, 0), VllmLayout(-1, KV), VllmLayout("2", KV)])  # type: ignore[arg-type]
+def test_no_numbers_of_ranks_and_heads(layout: VllmLayout) -> None:
+    with pytest.raises(TransferProblem, match="each 1 or more"):
+        layout.of(WeightLayout({"dp": 1}, {"l.self_attn.k_proj.weight": TensorLayout("float32", (KV * SIZE, HIDDEN))}))
+
+
+@pytest.mark.parametrize("memory", [0, 63, 2.5e6, float("nan"), "1", None, True])
+def test_no_memory_for_buffers(memory: Any) -> None:
+    layout = WeightLayout({"dp": 1}, {"a": TensorLayout("float32", (4,))})
+    with pytest.raises(TransferProblem, match="is no memory for buffers"):
+        plan_transfer(layout, layout, memory)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.int32, 16])
+def test_no_dtype_of_weights(dtype: Any) -> None:
+    loaded = load_model("gpt2-tiny", 4)
+    plan = make_plan(loaded.model, "local:2", loaded.example_inputs, force="dp=2,zero=0")
+    with pytest.raises(TransferProblem, match="is no floating-point dtype"):
+        plan_weight_transfer(plan, plan, dtype=dtype)
 
 
 @pytest.mark.parametrize("change", ["missing", "more", "dtype", "rows", "width"])
