@@ -26,7 +26,7 @@ from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
-from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan, compiler_of, priced_as
+from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan, compiler_of
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
@@ -206,7 +206,7 @@ def _build(
             program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,
             plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
-            plan=agreed, predicted_step=partial(predicted_step, priced_as(agreed, bool(compiler))),
+            plan=agreed, predicted_step=partial(predicted_step, agreed, bool(compiler)),
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch

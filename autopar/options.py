@@ -232,6 +232,8 @@ _PLAN_CHECKS: Checks = (
     ("mode", lambda value: value in ("training", "inference"), 'is no mode: write "training" or "inference"'),
     ("objective", lambda value: value in ("latency", "throughput"), 'is no objective: write "latency" or "throughput"'),
     ("new_tokens", _is_whole, "is no number of tokens: write 0 or more"),
+    ("compile", lambda value: value is None or isinstance(value, bool),
+     "says nothing about prices: write True or False (backends are for autopar.parallelize)"),
     ("loss_fn", lambda value: value is None or callable(value),
      "is no function: pass one of the model's result and a target"),
 )  # fmt: skip

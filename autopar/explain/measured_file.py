@@ -83,6 +83,7 @@ class _MeasuredFile(msgspec.Struct, forbid_unknown_fields=True):
     blocks: Annotated[list[_Block], msgspec.Meta(max_length=_MOST)]
     collectives: Annotated[list[_Collective], msgspec.Meta(max_length=_MOST)]
     memory: Annotated[list[_Memory], msgspec.Meta(max_length=_MOST)]
+    compiled: bool | None = None
 
 
 def read_measured(path: str | Path, plan: Plan) -> dict[str, Any]:

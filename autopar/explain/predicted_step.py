@@ -9,6 +9,7 @@ from typing import Any
 from autopar.cost_models.breakdown.cost_breakdown import CollectiveCost, StateCollective, cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
+from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
 from autopar.cost_models.step.stage_devices import stage_clusters
@@ -20,12 +21,14 @@ _OUTSIDE = ("base", "slack")
 """Kinds of memory that tensors do not show."""
 
 
-def predicted_step(plan: Plan) -> dict[str, Any]:
-    """Return the predicted step as JSON. PlanError where the plan does not describe its cluster."""
+def predicted_step(plan: Plan, compiled: bool | None = None) -> dict[str, Any]:
+    """Return the predicted step as JSON, of blocks as they ran: `compiled` or not (None: as the plan is priced). PlanError where
+    the plan does not describe its cluster."""
     description, candidate = plan.document.cluster.description, plan.candidate
     if not description:
         raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
     cluster = Cluster.from_dict(description)
+    cluster = with_compilation(cluster, cluster.device.fused if compiled is None else compiled)
     evaluation = evaluate(plan.graph, candidate, cluster, plan.document.optimizer)
     traces_of = stage_traces(plan.graph, candidate, cluster)
     clusters = stage_clusters(cluster, candidate.pipeline.stages)

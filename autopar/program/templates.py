@@ -9,6 +9,7 @@ by original name), which may be replaced; without weights.pt parameters are init
 """
 
 import argparse
+import importlib.util
 import zlib
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default={learning_rate})
-    compiled = {compiled} and torch.cuda.is_available()  # as the plan is priced
+    able = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    compiled = {compiled} and able  # as the plan is priced
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=compiled, help="torch.compile each block")
     options = parser.parse_args()
 

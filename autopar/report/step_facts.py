@@ -69,7 +69,7 @@ def measured_facts(plan: Plan, measured: dict[str, Any] | None) -> dict[str, Any
         return None
     from autopar.runtime.report.compare import comparison
 
-    result = comparison(measured, predicted_step(plan))
+    result = comparison(measured, predicted_step(plan, measured["compiled"]))
     return {
         "device": measured["device"],
         "steps": measured["steps"],

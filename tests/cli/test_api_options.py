@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar import api, planning
+from autopar.errors import AutoparError
 from autopar.options import PlanOptions
 
 SAID: dict[str, Any] = {
@@ -50,3 +52,10 @@ def test_every_option_reaches_the_planner(later: bool, monkeypatch: pytest.Monke
     assert common - {"model", "cluster", "example_inputs", "cache"} == set(SAID), "an option that this test does not say"
     beside = {"model", "cluster", "example_inputs", "cache", "progress", "graph", "beside"}
     assert {each.name for each in fields(PlanOptions)} - {"held_bytes"} == set(signature(planning.make_plan).parameters) - beside
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "no", 1, ""])
+def test_a_plan_is_priced_as_compiled_or_not(backend: Any) -> None:
+    """No backend changes a price; it would be taken for fractions of neither."""
+    with pytest.raises(AutoparError, match="compile=.* says nothing about prices"):
+        autopar.plan(nn.Linear(2, 2), "local:1", {"input": torch.zeros(4, 2)}, compile=backend)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.given_plan import compiler_of, priced_as
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import make_plan
+from autopar.program.templates import TRAIN
 
 GPUS = "dgx-h100:1"
 
@@ -91,6 +94,25 @@ def test_runs_as_it_is_priced_on_gpus_with_triton(monkeypatch: pytest.MonkeyPatc
         assert compiler_of(compiled, None) is False
     found[0] = "triton"
     assert compiler_of(compiled, None) is True and compiler_of(eager, None) is False
+
+
+@pytest.mark.parametrize(("priced", "gpus", "triton"), [*itertools.product((False, True), repeat=3)])
+def test_an_exported_script_compiles_where_it_can(
+    priced: bool, gpus: bool, triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of its ``--compile``: without Triton inductor would fail in the first step."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found" if triton and name == "triton" else None)
+    script = ast.parse(TRAIN.format(learning_rate=1, ranks=1, compiled=priced))
+    (main_function,) = [each for each in script.body if isinstance(each, ast.FunctionDef) and each.name == "main"]
+    lines = [
+        each
+        for each in main_function.body
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) in ("able", "compiled")
+    ]
+    names: dict[str, Any] = {"torch": torch, "importlib": importlib}
+    exec(compile(ast.Module(lines, []), "train.py", "exec"), names)
+    assert names["compiled"] is (priced and gpus and triton)
 
 
 def test_a_dry_run_compares_what_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     from autopar.runtime.report.compare import comparison
 
     path = Path(arguments.plan).with_name("measured.json") if arguments.measured is None else arguments.measured
-    measured, predicted = read_measured(path, plan), predicted_step(plan)
+    measured = read_measured(path, plan)
+    predicted = predicted_step(plan, measured["compiled"])
     found = comparison(measured, predicted)
     console.text("\n".join(found["summary"]) + "\n")
     for title, header, rows in found["tables"]:

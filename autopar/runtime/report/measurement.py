@@ -71,7 +71,7 @@ class Measurement:
             )
         if self.meter.finished:
             self.meter.remove()
-        measured = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type))
+        measured = combine(everywhere, mesh.pipeline_axes | mesh.launched_axes, str(mesh.device.type), bool(parallel.compiler))
         predicted = parallel.predicted_step() if parallel.predicted_step is not None else None
         spans = {rank: each["spans"] for rank, each in enumerate(everywhere) if each["spans"]}
         return StepReport(measured, predicted, dist.get_rank() if len(everywhere) > 1 else 0, spans)

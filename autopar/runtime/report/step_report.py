@@ -85,7 +85,7 @@ def _write(path: str | os.PathLike[str], text: str) -> None:
         raise StateError(f"the report cannot be written to {target}: {error.strerror or error}") from None
 
 
-def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device: str) -> dict[str, Any]:
+def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device: str, compiled: bool) -> dict[str, Any]:
     """Return one document of what each rank measured: means over the steps and over the ranks of a stage, the most of any rank
     where that decides."""
     count = min(len(each["steps"]) for each in ranks)
@@ -97,6 +97,7 @@ def combine(ranks: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], device:
         "ranks": len(ranks),
         "mesh": dict(mesh),
         "device": device,
+        "compiled": compiled,
         "steps": count,
         "micro_batches": first["micro_batches"],
         "step_seconds": sum(ends) / count,

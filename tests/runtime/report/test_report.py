@@ -15,6 +15,8 @@ import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.explain.predicted_step import predicted_step
+from autopar.planning import make_plan
 
 PLANS = {"dp=2,zero=3": 16, "pp=2": 16}
 
@@ -128,7 +130,7 @@ def test_a_measured_step(force: str, ranks: RankPool, tmp_path: Path, capsys: py
     for stage in found["stages"]:
         assert sum(stage[part] for part in parts) == pytest.approx(stage["seconds"], rel=1e-9)
         assert 0 < stage["blocks_seconds"] < stage["compute_seconds"] and stage["optimizer_seconds"] > 0
-    assert (found["steps"], found["examples"], found["ranks"]) == (2, 16, 2)
+    assert (found["steps"], found["examples"], found["ranks"], found["compiled"]) == (2, 16, 2, False)
     pairs = [(row["stage"], row["block"]) for row in found["blocks"]]
     sent = {(row["stage"], row["kind"], row["axis"]): row["times"] for row in found["collectives"]}
     predicted = {(row["stage"], row["kind"], row["axis"]): row["times"] for row in told(plan)["collectives"]}
@@ -183,8 +185,6 @@ def check_trace(plan: Any, trace: Any, seconds: float) -> None:
 
 
 def told(plan: Any) -> dict[str, Any]:
-    from autopar.explain.predicted_step import predicted_step
-
     return predicted_step(plan)
 
 
@@ -203,6 +203,17 @@ def test_predicted_parts_are_the_evaluators() -> None:
             assert found["memory"][number]["peak_bytes"] == memory.peak_bytes - memory.table["base"] - memory.table["slack"]
         blocks = sum(row["forward_seconds"] + row["backward_seconds"] for row in found["blocks"] if row["stage"] == 0)
         assert blocks == pytest.approx(found["stages"][0]["compute_seconds"])
+
+
+def test_a_step_stands_beside_the_price_of_what_ran() -> None:
+    """Compiled blocks or others, whatever the plan was priced as."""
+    loaded = load_model("gpt2-tiny", 16)
+    eager, compiled = (
+        make_plan(loaded.model, "dgx-h100:1", loaded.example_inputs, force="tp=1,zero=2", compile=each) for each in (False, True)
+    )
+    assert predicted_step(compiled, False) == predicted_step(eager) == predicted_step(eager, False)
+    assert predicted_step(eager, True)["step_seconds"] < predicted_step(compiled, False)["step_seconds"]
+    assert predicted_step(compiled, None) == predicted_step(compiled) == predicted_step(compiled, True)
 
 
 @pytest.mark.parametrize("change", ["cut", "version", "negative", "huge", "unknown", "list", "empty"])
