@@ -23,7 +23,7 @@ from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.document_lengths import DocumentLengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
+from autopar.errors import BatchError, CaptureError, ClusterError, Infeasible, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.document import InferenceInfo
@@ -157,7 +157,7 @@ def nearest_plans(
             return (_plan_inference(model, cluster, example_inputs, options, progress, cache),)
     forced = options.forced
     chosen = precision_of(options.precision, model)
-    cluster = _cluster_for(cluster, options, chosen, progress)
+    named, cluster = cluster, _cluster_for(cluster, options, chosen, progress)
     graph = graph or _capture(model, example_inputs, options, chosen)
     cluster = with_compilation(cluster, _is_compiled(options, chosen, cluster, graph))
     _check_batch(graph, options)
@@ -186,9 +186,16 @@ def nearest_plans(
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return (stored,)
-    with Meanwhile(by_hand, options.processes) as priced:
-        result = search(graph, cluster, search_options, progress)
-        recipes = priced.result()
+    try:
+        with Meanwhile(by_hand, options.processes) as priced:
+            result = search(graph, cluster, search_options, progress)
+            recipes = priced.result()
+    except Infeasible:
+        if options.compile is not None or not cluster.device.fused:
+            raise
+        # not compiled it may fit, since it can offload what it saves
+        eager = replace(options, compile=False)
+        return nearest_plans(model, named, example_inputs, eager, count, progress=progress, cache=cache, graph=graph)
     if may_seed(search_options):
         recipes = with_stage_seeds(recipes, graph, cluster, search_options, result.evaluation.step_seconds)
     result = with_seeds(search_options, result, seeds_of(recipes))

@@ -67,6 +67,11 @@ class Cluster:
     expert_load: ExpertLoad = ExpertLoad()
     document_lengths: DocumentLengths = DocumentLengths()
 
+    @property
+    def offloads_saved_tensors(self) -> bool:
+        """Whether programs may offload what they save for the backward: compiled code saves on the device alone."""
+        return self.host is not None and not self.device.fused
+
     def __hash__(self) -> int:
         return hash((self.name, self.size, self.device.name))
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from autopar import planning
+from autopar.capture import capture
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cli.evaluation import evaluation_of
@@ -21,10 +23,14 @@ from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.hardware.tuned_rates import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.errors import Infeasible
 from autopar.given_plan import compiler_of, priced_as
+from autopar.ir.graph import Graph
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import make_plan
 from autopar.program.templates import TRAIN
+from autopar.solve.result import PlanResult
+from autopar.solve.search import search
 
 GPUS = "dgx-h100:1"
 
@@ -125,3 +131,29 @@ def test_a_dry_run_compares_what_it_runs(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["dryrun", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predicted_bytes"] == pytest.approx(found["peak_bytes"], rel=0.05)
+
+
+def test_compiled_blocks_offload_nothing_and_save_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short, an eager plan offloads; and it is the one where no compiled one fits."""
+    loaded = load_model("gpt2", 64)
+    whole = Cluster.parse(GPUS)
+    short = replace(whole, device=replace(whole.device, memory_bytes=int(1.3 * 2**30), communicator_bytes=0, base_bytes=0))
+
+    def plan(compile: bool | None = None) -> Plan:
+        asked = {"precision": "bf16", "force": "tp=1,pp=1", "compile": compile}
+        return make_plan(loaded.model, short, loaded.example_inputs, graph=graph, **asked)  # type: ignore[arg-type]
+
+    graph = capture(loaded.model, (), loaded.example_inputs, compute_dtype="bfloat16")
+    eager, compiled = plan(False), plan()
+    assert any(block.offload for block in eager.candidate.blocks) and is_compiled(compiled)
+    assert not any(block.offload or block.partition_saved for block in compiled.candidate.blocks)
+
+    def search_eager(graph: Graph, cluster: Cluster, *rest: Any) -> PlanResult:
+        if cluster.device.fused:
+            raise Infeasible("too large")
+        return search(graph, cluster, *rest)
+
+    monkeypatch.setattr(planning, "search", search_eager)
+    assert plan().candidate == eager.candidate
+    with pytest.raises(Infeasible):
+        plan(True)
