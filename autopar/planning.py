@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -40,12 +43,13 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
+from autopar.solve.ilp.solver import Status
 from autopar.solve.inference import search_inference
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
-from autopar.solve.result import PlanResult, other_results
+from autopar.solve.result import PROVEN_GAP, PlanResult, other_results
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force
@@ -166,6 +170,19 @@ def nearest_plans(
     search_options = with_forced_offload(_search_options(options, forced, chosen, graph, rules), forced)
     batched = replace(graph, batch=search_options.batch)
 
+    offload_instead = options.compile is None and cluster.device.fused and cluster.host is not None
+
+    def without_compilation() -> tuple[Plan, ...]:
+        """Plans that may offload what they save: compiled ones recompute it, and where memory is short that may be slower."""
+        eager = replace(options, compile=False)
+        return nearest_plans(model, named, example_inputs, eager, count, progress=progress, cache=cache, graph=graph)
+
+    def fastest_of(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        if offload_instead and _recomputes(plans[0]):
+            with suppress(Infeasible):
+                return _faster(plans, without_compilation())
+        return plans
+
     def by_hand() -> Sequence[PricedRecipe]:
         on_device = replace(search_options, precision=chosen)
         return with_expert_prices(baselines(graph, cluster, on_device), graph, cluster, on_device)
@@ -185,17 +202,15 @@ def nearest_plans(
     if plans and question and (stored := plans.load(question, graph, cluster, search_options)) is not None:
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
-        return (stored,)
+        return fastest_of((stored,))
     try:
         with Meanwhile(by_hand, options.processes) as priced:
             result = search(graph, cluster, search_options, progress)
             recipes = priced.result()
     except Infeasible:
-        if options.compile is not None or not cluster.device.fused:
+        if not offload_instead:
             raise
-        # not compiled it may fit, since it can offload what it saves
-        eager = replace(options, compile=False)
-        return nearest_plans(model, named, example_inputs, eager, count, progress=progress, cache=cache, graph=graph)
+        return without_compilation()
     if may_seed(search_options):
         recipes = with_stage_seeds(recipes, graph, cluster, search_options, result.evaluation.step_seconds)
     result = with_seeds(search_options, result, seeds_of(recipes))
@@ -203,7 +218,28 @@ def nearest_plans(
     plan = described(_with_schedule(cluster, search_options, forced, result, progress), recipes)
     if plans and question:
         plans.store(question, plan)
-    return plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
+    found = plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
+    return fastest_of(found)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(each.recompute or each.recompute_nodes or each.recompute_conversions for each in plan.candidate.blocks)
+
+
+def _step_seconds(plans: tuple[Plan, ...]) -> float:
+    return plans[0].document.predicted.step_seconds or inf
+
+
+def _faster(one: tuple[Plan, ...], other: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """Return the plans whose first is faster, which no plan of either search is better than by more than its gap."""
+    best = min(one, other, key=_step_seconds)
+    document, step = best[0].document, _step_seconds(best)
+    bound = min(each[0].document.predicted.lower_bound_seconds or 0.0 for each in (one, other))
+    gap = 1 - min(bound, step) / step
+    predicted = msgspec.structs.replace(document.predicted, lower_bound_seconds=bound, gap=gap)
+    status = document.search.status if gap <= PROVEN_GAP else str(Status.FEASIBLE)
+    searched = msgspec.structs.replace(document.search, status=status)
+    return replace(best[0], document=replace(document, predicted=predicted, search=searched)), *best[1:]
 
 
 def _check_batch(graph: Graph, options: PlanOptions) -> None:

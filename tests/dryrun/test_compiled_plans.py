@@ -157,3 +157,14 @@ def test_compiled_blocks_offload_nothing_and_save_whole_tensors(monkeypatch: pyt
     assert plan().candidate == eager.candidate
     with pytest.raises(Infeasible):
         plan(True)
+
+
+def test_the_faster_of_both_with_the_bound_of_both() -> None:
+    eager, compiled = planned("gpt2-tiny", GPUS, False), planned("gpt2-tiny", GPUS, True)
+    for one, other in ((eager, compiled), (compiled, eager)):
+        (best,) = planning._faster((one,), (other,))
+        assert best.candidate == compiled.candidate and is_compiled(best)
+        predicted = best.document.predicted
+        bounds = [each.document.predicted.lower_bound_seconds or 0.0 for each in (one, other)]
+        assert predicted.lower_bound_seconds == min(bounds)
+        assert predicted.gap == pytest.approx(1 - min(bounds) / (predicted.step_seconds or 0.0))
