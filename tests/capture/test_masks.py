@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.capture import capture
 from autopar.ir.graph import Graph, Node, Ref
@@ -132,8 +133,9 @@ def test_bands(mask: Mask) -> None:
     assert any("explicit mask" in note for note in graph.notes) == (kept is not None)
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     loss, gradients = loss_and_gradients(graph, state, batch)
-    expected = model(**batch)
-    expected.backward()
+    with sdpa_kernel(SDPBackend.MATH):  # torch's flash kernel misreads float32 masks of float64 queries on AVX2 (2.13.0)
+        expected = model(**batch)
+        expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
