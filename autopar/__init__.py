@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Precision
     from autopar.ir.plan_file.plan_file import Plan
     from autopar.ops.opaque import opaque
-    from autopar.planning import plan, register_rule
+    from autopar.plan_inputs import register_rule
+    from autopar.planning import plan
     from autopar.runtime.checkpoint.entry import load_checkpoint
     from autopar.runtime.transfer.vllm_layout import VllmLayout
     from autopar.runtime.transfer.weight_transfer import receive_weights
@@ -42,7 +43,7 @@ _LAZY = {
     "plan": "autopar.planning",
     "plan_weight_transfer": "autopar.weight_transfer",
     "receive_weights": "autopar.runtime.transfer.weight_transfer",
-    "register_rule": "autopar.planning",
+    "register_rule": "autopar.plan_inputs",
     "Cluster": "autopar.cost_models.hardware.cluster",
     "Plan": "autopar.ir.plan_file.plan_file",
     "Precision": "autopar.ir.plan",

@@ -31,19 +31,17 @@ from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, RuntimeOptions, held_bytes
-from autopar.planning import (
+from autopar.plan_inputs import (
     ExampleInputs,
     cache_folder,
     check_model,
     cluster_named,
-    make_plan,
-    plan,
     plan_folder,
-    plan_with,
     register_rule,
     registry,
     split_inputs,
 )
+from autopar.planning import make_plan, plan, plan_with
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
 from autopar.program.proof import require_proof

@@ -23,7 +23,7 @@ from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import precision_text
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.plan_inputs import ExampleInputs, registry, split_inputs
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
 from autopar.runtime.ops.float8 import float8_problem
@@ -116,18 +116,19 @@ def check_float8(agreed: Plan, compiled: bool | str) -> None:
 
 def compiler_of(agreed: Plan, asked: bool | str | None) -> bool | str:
     """Return the backend of torch.compile: what was `asked`; else inductor where the plan is priced so and the devices are GPUs.
-    Warns where they have no Triton, which inductor needs."""
-    if asked is not None:
-        return asked
+    Warns on GPUs where such a plan runs as it is: it was not asked for, or there is no Triton, which inductor needs."""
     if not agreed.document.cluster.compiled or not torch.cuda.is_available():
-        return False
-    if importlib.util.find_spec("triton") is None:
+        return asked or False
+    has_triton = importlib.util.find_spec("triton") is not None
+    if asked is False or (asked is None and not has_triton):
         if dist.get_rank() == 0:
+            remedy = "plan with compile=False" if asked is False else "pip install triton, or plan with compile=False"
             warnings.warn(
-                "the plan is priced as compiled, and runs as it is: pip install triton, or plan with compile=False", stacklevel=3
+                f"the plan is priced as compiled and runs as it is, which takes more memory and time than it says: {remedy}",
+                stacklevel=3,
             )
         return False
-    return True
+    return True if asked is None else asked
 
 
 def priced_as(plan: Plan, compiled: bool) -> Plan:

@@ -46,7 +46,8 @@ class PlanOptions:
     constrain: placements of parameters and values by mesh axis (``{"lm_head": {"tp": "R"}}``, see `parallelize`).
     optimizer: its name (``"adamw"``), for the bytes and seconds of its state.
     strict: an operation without a sharding rule is an error.
-    time_limit_seconds: when a search ends that its own limits, which are counts, have not ended; the plan says so then.
+    time_limit_seconds: when a search ends that its own limits, which are counts, have not ended; the plan says so then, and a
+        second search (of programs that are not compiled) does not begin.
     outputs: fields of the model's result that come back beside the loss.
     batch_norm: ``"global"``: statistics of the whole batch, or ``"local"``: of each data rank's examples.
     expert_load: load of the busiest expert-parallel rank over the mean, or the path of a JSON list of tokens per expert.
@@ -105,7 +106,7 @@ class PlanOptions:
 
     @property
     def infers(self) -> bool:
-        """Whether the plan is for inference."""
+        """True where the plan is for inference."""
         return self.mode == "inference"
 
     def resolved(self, precision: Precision) -> PlanOptions:

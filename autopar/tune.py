@@ -27,7 +27,7 @@ from autopar.errors import AutoparError, ClusterError
 from autopar.files import read_text, write_whole
 from autopar.given_plan import compiler_of, priced_as
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import ExampleInputs, split_inputs
+from autopar.plan_inputs import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
 from autopar.runtime.progress import advance, working
 from autopar.runtime.step.out_of_memory import is_out_of_memory
@@ -86,8 +86,8 @@ def fastest(raced: Sequence[RacedPlan]) -> RacedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a race says of its cluster: shares of the cluster's figures, and predicted over measured steps, as they were and with
-    these shares."""
+    """The findings of a race about its cluster: shares of the cluster's figures, and predicted over measured steps, as they were
+    and with these shares."""
 
     rates: TunedRates
     before: tuple[float, ...]

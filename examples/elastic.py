@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.planning import plan_folder
+from autopar.plan_inputs import plan_folder
 from autopar.runtime.device.mesh import shut_down
 
 BATCH, SEQUENCE, HIDDEN, LAYERS, VOCABULARY = 16, 32, 32, 3, 256

@@ -30,11 +30,11 @@ def with_plan(command: Callable[[Plan, argparse.Namespace, Console], int]) -> Ca
 
     @functools.wraps(command)
     def run(arguments: argparse.Namespace, console: Console) -> int:
-        from autopar.cost_models.tensors.saved_tensors import known_saves
+        from autopar.cost_models.tensors.saved_tensors import saves_from_file
 
         with refuse_misfits(arguments.plan):
             plan = read_plan(arguments.plan)
-            with known_saves(plan.known_saves):
+            with saves_from_file(plan.saves):
                 return command(plan, arguments, console)
 
     return run

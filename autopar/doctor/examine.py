@@ -18,7 +18,7 @@ from autopar.doctor.findings import KINDS, Finding
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.ops.opaque import opaque
-from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.plan_inputs import ExampleInputs, registry, split_inputs
 
 _MOST_ATTEMPTS = 12
 _SECONDS = 3.0

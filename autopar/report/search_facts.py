@@ -97,7 +97,7 @@ def price_facts(plan: Plan, evaluation: Evaluation) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class SearchedChange:
-    """What a new search found under another constraint (`explain.what_if`)."""
+    """The plan of a new search under another constraint (`explain.what_if`)."""
 
     name: str
     graph: Graph

@@ -27,8 +27,6 @@ from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
 
 _CACHE = "past_key_values"
-_WORTH = 1.02
-"""The tokens a second of a batch that is twice as large, over those of the smaller one, from which on it is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def search_inference(
             larger = _of_batch(prefill, decode, cluster, options, new_tokens, progress)
         except (Infeasible, BatchError):
             break
-        if larger.tokens_per_second < _WORTH * best.tokens_per_second:
+        if larger.tokens_per_second <= (1 + options.indifference) * best.tokens_per_second:
             break
         best = larger
     return best

@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.control_flow import OPAQUE
-from autopar.planning import ExampleInputs, registry, split_inputs
+from autopar.plan_inputs import ExampleInputs, registry, split_inputs
 from autopar.program.build import program_text
 from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.variants.planner import plan_variant

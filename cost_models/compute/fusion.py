@@ -30,7 +30,7 @@ def is_streaming(node: Node) -> bool:
 
 
 def is_traced(block: Block) -> bool:
-    """Whether torch.compile makes one graph of the block: no operation sizes itself by data, or draws attention's dropout."""
+    """Return whether torch.compile makes one graph of the block: no operation is sized by data, or draws attention's dropout."""
     records = ((node, operation(node.op)) for node in block.nodes)
     return not any(each.untraced or (each.attention and argument(node, 4, "dropout_p", 0.0)) for node, each in records)
 

@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def offloads_saved_tensors(self) -> bool:
-        """Whether programs may offload what they save for the backward: compiled code saves on the device alone."""
+        """True where programs may offload tensors that the backward needs: compiled code saves on the device alone."""
         return self.host is not None and not self.device.fused
 
     def __hash__(self) -> int:

@@ -18,6 +18,9 @@ from autopar.errors import ClusterError
 
 Reader = Callable[[Any, str], Any]
 
+MOST_FRACTION = 1.5
+"""Of a data sheet's peak, the largest share that a file may say is reached."""
+
 
 def parse_dataclass(cls: type[Any], data: Any, path: str, readers: Mapping[str, Reader]) -> Any:
     """Read an instance of dataclass `cls`; keys are read by their reader, or by their annotation. `path` leads to `data`."""
@@ -220,7 +223,7 @@ def check_cluster(device: Device, links: Sequence[Link], size: int, algorithms: 
         "convolution_fraction",
         "bandwidth_fraction",
     ):
-        if getattr(device, name) > 1.5:
+        if getattr(device, name) > MOST_FRACTION:
             raise ClusterError(f"device.{name} is {getattr(device, name):g}: write the share of the peak that is reached, as 0.7")
     if device.ranks_per_core < 1:
         raise ClusterError(f"device.ranks_per_core is {device.ranks_per_core:g}: write how many ranks share a core, at least 1")

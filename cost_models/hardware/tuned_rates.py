@@ -1,4 +1,4 @@
-"""What steps that were run say of a cluster's figures: the shares of them that programs reach, in the file's line ``tuned``."""
+"""Shares of a cluster's figures that programs reach, learnt from measured steps: the line ``tuned`` of its file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from autopar.cost_models.hardware.cluster_parser import parse_dataclass
+from autopar.cost_models.hardware.cluster_parser import MOST_FRACTION, parse_dataclass
 from autopar.cost_models.hardware.device_specs import Device, Link
 from autopar.errors import ClusterError
 
@@ -20,8 +20,6 @@ _RATES = (
 _SECONDS = ("launch_seconds", "host_launch_seconds", "transcendental_seconds", "update_seconds")
 _LINE = re.compile(r"^tuned:.*\n?(?:[ \t]+.*\n?)*", re.MULTILINE)
 LEAST, MOST = 0.05, 20.0
-_MOST_FRACTION = 1.5
-"""Of a data sheet's peak: `cluster_parser.check_cluster` takes no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class TunedRates:
 
 def _scaled(device: Device, share: float) -> Device:
     rates = {name: getattr(device, name) * share for name in _RATES}
-    rates |= {name: min(_MOST_FRACTION, rate) for name, rate in rates.items() if name.endswith("_fraction")}
+    rates |= {name: min(MOST_FRACTION, rate) for name, rate in rates.items() if name.endswith("_fraction")}
     seconds = {name: getattr(device, name) / share for name in _SECONDS}
     peak = tuple((dtype, rate * share) for dtype, rate in device.measured_peak)
     return replace(device, **rates, **seconds, measured_peak=peak)

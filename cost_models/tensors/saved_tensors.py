@@ -1,5 +1,5 @@
 """Tensors that autograd saves of one operation for its backward, and the operation's workspace: as a plan's file says
-(`known_saves`), else observed in torch (`observed_saves`), which is imported for the first one.
+(`saves_from_file`), else observed in torch (`observed_saves`), which is imported for the first one.
 
 Kernels depend on the device: attention is observed for CPUs and declared for GPUs, where flash attention saves q, k, v, the mask,
 its result and one float32 log-sum-exp per query, and its backward sums the gradient of q in float32 (FlashAttention-2, arXiv
@@ -57,7 +57,7 @@ def observed_saves(graph: Graph, kind: str) -> dict[str, SavedTensors]:
 
 
 @contextmanager
-def known_saves(table: Mapping[str, SavedTensors]) -> Iterator[None]:
+def saves_from_file(table: Mapping[str, SavedTensors]) -> Iterator[None]:
     """Take what autograd saves from a plan's file, so that reading the plan needs no torch; what is not in it is observed."""
     token = _KNOWN.set(table)
     try:

@@ -15,7 +15,8 @@ from support.sources import syntax_nodes, syntax_tree
 ROOT = Path(__file__).parents[2]
 ORDER = [
     *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
-    *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options", "planning", "passes"),
+    *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options"),
+    *("plan_inputs", "plan_inference", "planning", "passes"),
     *("program", "variants", "dryrun", "weight_transfer", "given_plan", "api", "tune", "integrations", "verification", "doctor"),
     *("validate", "launch", "cli"),
 ]

@@ -17,7 +17,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
-from autopar.planning import registry
+from autopar.plan_inputs import registry
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, operation_bound
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.problem.problem import Problem, build_problem

@@ -10,7 +10,7 @@ from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.planning import registry
+from autopar.plan_inputs import registry
 from autopar.solve.space.micro_batches import why_one_micro_batch
 
 Take = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,7 +15,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.planning import make_plan, registry
+from autopar.plan_inputs import registry
+from autopar.planning import make_plan
 from autopar.program.build import program_text
 from autopar.program.proof import require_proof
 from autopar.variants.planner import plan_variant

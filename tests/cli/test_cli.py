@@ -19,7 +19,7 @@ from autopar.cli.console import size
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import assemble_plan
-from autopar.planning import registry
+from autopar.plan_inputs import registry
 from autopar.schedules.placement import chunks_of_stages
 from autopar.verification.differences import tolerance
 from autopar.verification.sharding import sharding_force, untested

@@ -16,7 +16,7 @@ from autopar.cli import main
 from autopar.cost_models.calibrate import local_cluster
 from autopar.cost_models.calibrate.measure import QUICK_SECONDS, quick_effort
 from autopar.cost_models.calibrate.measure_rank import RankBenchmark
-from autopar.planning import cache_folder
+from autopar.plan_inputs import cache_folder
 
 BATCH = (torch.zeros(4, 8),)
 

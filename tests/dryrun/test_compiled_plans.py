@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -100,6 +101,8 @@ def test_runs_as_it_is_priced_on_gpus_with_triton(monkeypatch: pytest.MonkeyPatc
         assert compiler_of(compiled, None) is False
     found[0] = "triton"
     assert compiler_of(compiled, None) is True and compiler_of(eager, None) is False
+    with pytest.warns(UserWarning, match="more memory"):
+        assert compiler_of(compiled, False) is False
 
 
 @pytest.mark.parametrize(("priced", "gpus", "triton"), [*itertools.product((False, True), repeat=3)])
@@ -157,6 +160,27 @@ def test_compiled_blocks_offload_nothing_and_save_whole_tensors(monkeypatch: pyt
     assert plan().candidate == eager.candidate
     with pytest.raises(Infeasible):
         plan(True)
+
+
+def test_an_interrupted_search_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where time was up, or the user ended it, no second search begins."""
+    asked = list[bool]()
+
+    def search_plans(graph: Graph, cluster: Cluster, *rest: Any, **more: Any) -> tuple[Plan, ...]:
+        asked.append(cluster.device.fused)
+        document = replace(plan.document, search=msgspec.structs.replace(plan.document.search, cut_short=reason[0]))
+        return (replace(plan, document=document),)
+
+    plan = planned("gpt2-tiny", GPUS)
+    recomputing = tuple(replace(block, recompute=True) for block in plan.candidate.blocks)
+    plan = replace(plan, candidate=replace(plan.candidate, blocks=recomputing))
+    monkeypatch.setattr(planning, "_search_plans", search_plans)
+    loaded = load_model("gpt2-tiny", 16)
+    reason = [""]
+    for reason[0], searches in (("", [True, False]), ("interrupted", [True])):
+        asked.clear()
+        make_plan(loaded.model, GPUS, loaded.example_inputs, precision="bf16")
+        assert asked == searches
 
 
 def test_the_faster_of_both_with_the_bound_of_both() -> None:

@@ -18,7 +18,7 @@ from support.plans.drawn_recomputation import with_kept
 from torch import nn
 
 import autopar
-from autopar import planning
+from autopar import plan_inputs
 from autopar.capture import capture
 from autopar.capture.models import LoadedModel, load_model
 from autopar.cost_models.hardware.allocator import communicator_count, device_memory
@@ -75,7 +75,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 def planned(case: Case) -> tuple[Plan, Evaluation]:
     name, seq, batch, cluster, force, dtype, micro_batches, recompute = case
     loaded = loaded_model(name, seq)
-    with patch.object(planning, "capture", captured):
+    with patch.object(plan_inputs, "capture", captured):
         plan = autopar.plan(
             loaded.model, cluster, loaded.example_inputs, force=force, precision=dtype, name=name, batch=batch
         )  # fmt: skip

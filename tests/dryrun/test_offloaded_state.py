@@ -17,7 +17,7 @@ from autopar.dryrun.run import DryRun, dry_run
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
-from autopar.planning import registry, split_inputs
+from autopar.plan_inputs import registry, split_inputs
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.report import plan_of_result

@@ -15,7 +15,7 @@ from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.memory_events import KINDS
-from autopar.cost_models.tensors.saved_tensors import known_saves
+from autopar.cost_models.tensors.saved_tensors import saves_from_file
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import Plan
@@ -233,22 +233,22 @@ def test_who_reads_a_plan_imports_no_torch(command: str, pipelined: Callable[...
 def test_the_file_says_what_was_observed(one_stage: Plan) -> None:
     """The prices are those without it; and it is what is used."""
     saves = load(one_stage).document.saves
-    with known_saves(saves):
+    with saves_from_file(saves):
         before = evaluation_of(one_stage)
     assert before == evaluation_of(one_stage)
     nothing = {key: replace(each, operands=(False,) * len(each.operands)) for key, each in saves.items()}
-    with known_saves(nothing):
+    with saves_from_file(nothing):
         assert evaluation_of(one_stage).peak_memory_bytes < before.peak_memory_bytes
 
 
 def test_what_was_edited_is_observed_anew(one_stage: Plan) -> None:
     """So that the prices of a file are those of its graph: of one that no longer saves anything too."""
     document = load(one_stage).document
-    assert load(one_stage).known_saves == document.saves != {}
+    assert load(one_stage).saves == document.saves != {}
     nothing = {key: replace(each, operands=(False,) * len(each.operands)) for key, each in document.saves.items()}
     edited = Plan(replace(document, saves=nothing), one_stage.graph, one_stage.candidate)
-    assert load(edited).known_saves == {}
-    with known_saves(load(edited).known_saves):
+    assert load(edited).saves == {}
+    with saves_from_file(load(edited).saves):
         assert evaluation_of(one_stage) == evaluation_of(edited)
 
 

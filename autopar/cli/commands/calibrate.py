@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _keep(found: Calibration, processes: int, console: Console) -> None:
     """Keep the cluster as what ``local:N`` means on this machine."""
     from autopar.cost_models.calibrate.local_cluster import keep_local
-    from autopar.planning import cache_folder
+    from autopar.plan_inputs import cache_folder
 
     folder = cache_folder()
     if folder is None:

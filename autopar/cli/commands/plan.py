@@ -63,7 +63,7 @@ def make(
 ) -> tuple[Plan, Any, dict[str, Any] | tuple[Any, ...]]:
     """(plan, model, example inputs) for the planning arguments of a command."""
     from autopar.capture.models import load_model
-    from autopar.planning import cache_folder, cluster_named
+    from autopar.plan_inputs import cache_folder, cluster_named
 
     options_of(arguments)
     cluster_named(arguments.cluster)  # what is wrong is said before the model is loaded and the machine is measured
@@ -106,7 +106,8 @@ def plan_of(
     arguments: argparse.Namespace, console: Console, loaded: LoadedModel, cluster: Cluster, graph: Graph | None = None
 ) -> Plan:
     """The plan of a loaded model for the planning arguments of a command. `graph`: as it was captured before."""
-    from autopar.planning import plan_folder, plan_with
+    from autopar.plan_inputs import plan_folder
+    from autopar.planning import plan_with
 
     precision, seq = precision_asked(arguments, loaded.model), arguments.seq or _sequence(loaded.example_inputs)
     options = replace(options_of(arguments), precision=precision, name=loaded.name, seq=seq)

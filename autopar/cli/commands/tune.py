@@ -98,7 +98,7 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
 def _prepare(arguments: argparse.Namespace, path: Path | None) -> tuple[LoadedModel, Cluster]:
     """The model and the cluster, the same on all ranks; `path`: what this rank will write of the cluster."""
     from autopar.capture.models import load_model
-    from autopar.planning import cache_folder, cluster_named
+    from autopar.plan_inputs import cache_folder, cluster_named
     from autopar.runtime.comm.heartbeat import join
 
     options_of(arguments)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _planned(arguments: argparse.Namespace, console: Console) -> tuple[Plan, Subject]:
     """The model is captured and runs on one process before the search, so that what cannot be verified is said first."""
     from autopar.capture.models import load_model
-    from autopar.planning import cache_folder, cluster_named
+    from autopar.plan_inputs import cache_folder, cluster_named
     from autopar.precision import precision_of
 
     options_of(arguments)
@@ -89,7 +89,7 @@ def _has_loss(plan: Plan) -> bool:
 
 
 def _report(plan: Plan, proof: Proof, console: Console) -> None:
-    from autopar.planning import registry
+    from autopar.plan_inputs import registry
 
     document: dict[str, Any] = {"passed": proof.equal, "mesh": str(plan.candidate.mesh), "modes": {}}
     precision = plan.candidate.precision

@@ -40,7 +40,7 @@ class ClusterInfo(msgspec.Struct, frozen=True):
 
     @property
     def compiled(self) -> bool:
-        """Whether the plan is priced as blocks that torch.compile makes."""
+        """True where prices are those of blocks under torch.compile."""
         return bool(self.description.get("device", {}).get("fused"))
 
 

@@ -76,8 +76,8 @@ class Plan:
         return Plan(replace(self.document, graph=_with_checksum(graph)), graph, self.candidate)
 
     @property
-    def known_saves(self) -> dict[str, SavedTensors]:
-        """What autograd saves of the graph's operations; nothing where somebody edited it: torch is asked then."""
+    def saves(self) -> dict[str, SavedTensors]:
+        """Tensors that autograd saves, by operation of the graph; none where somebody edited them: torch is asked then."""
         saves = self.document.saves
         return saves if saves_checksum(saves) == self.document.saves_checksum else {}
 

@@ -1,4 +1,4 @@
-"""What autograd saves of one operation for its backward."""
+"""The tensors of one operation that autograd saves for its backward."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_network_is_what_else_a_step_waits_for() -> None:
     assert seconds(candidate, cluster, TunedRates(1.3, 1.3)) < whole
 
 
-def test_shares_are_found_again() -> None:
+def test_a_fit_recovers_the_shares() -> None:
     """From the steps of three plans; plans that send nothing say nothing of the network."""
     local, truth = Cluster.parse("local:4"), TunedRates(0.7, 0.45)
     links = tuple(replace(link, latency_seconds=1e-6, bandwidth_bytes_per_second=5e7) for link in local.links)

@@ -12,7 +12,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import block_memory
 from autopar.ir.plan import Precision
-from autopar.planning import registry
+from autopar.plan_inputs import registry
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.result import PlanResult

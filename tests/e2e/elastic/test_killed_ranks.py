@@ -13,7 +13,7 @@ import pytest
 from support.elastic_job import ForkedJob, Killer, check_job
 from support.harness.rank_pool import RankPool
 
-from autopar.planning import plan_folder
+from autopar.plan_inputs import plan_folder
 
 
 def test_two_kills(ranks: RankPool, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Replicate, Shard
 from autopar.ir.plan import Precision
-from autopar.planning import registry
+from autopar.plan_inputs import registry
 from autopar.solve.inference import InferenceResult, search_inference, stored_placements
 from autopar.solve.report import plan_of_result
 from autopar.solve.space.options import SearchOptions
