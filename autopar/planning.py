@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from autopar.capture.tracing.decode import inference
@@ -18,7 +15,6 @@ from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.compute.fusion import is_traced
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.errors import Infeasible
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
@@ -43,12 +39,11 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
-from autopar.solve.ilp.solver import Status
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.report import plan_of_result
-from autopar.solve.result import PROVEN_GAP, PlanResult, other_results
+from autopar.solve.result import PlanResult, other_results
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force
@@ -161,23 +156,8 @@ def nearest_plans(
     check_batch(graph, options)
     replicated_ops = warn_of_missing_rules(graph, registry(), options.strict)
 
-    def searched(compiled: bool) -> tuple[Plan, ...]:
-        devices = with_compilation(cluster, compiled)
-        return _search_plans(graph, devices, options, precision, replicated_ops, count, progress=progress, cache=cache)
-
-    compiled = _is_compiled(options, precision, cluster, graph)
-    # compiled blocks recompute what eager ones may offload, which is slower now and then, and may not fit
-    may_be_eager = compiled and options.compile is None and cluster.host is not None and not options.forced.is_configuration
-    try:
-        plans = searched(compiled)
-    except Infeasible:
-        if not may_be_eager:
-            raise
-        return searched(compiled=False)
-    if may_be_eager and _recomputes(plans[0]) and not plans[0].document.search.cut_short:
-        with suppress(Infeasible):
-            return _faster(plans, searched(compiled=False))
-    return plans
+    devices = with_compilation(cluster, _is_compiled(options, precision, cluster, graph))
+    return _search_plans(graph, devices, options, precision, replicated_ops, count, progress=progress, cache=cache)
 
 
 def _search_plans(
@@ -220,26 +200,6 @@ def _search_plans(
     if plans and question:
         plans.store(question, plan)
     return plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(each.recompute or each.recompute_nodes or each.recompute_conversions for each in plan.candidate.blocks)
-
-
-def _step_seconds(plans: tuple[Plan, ...]) -> float:
-    return plans[0].document.predicted.step_seconds or inf
-
-
-def _faster(one: tuple[Plan, ...], other: tuple[Plan, ...]) -> tuple[Plan, ...]:
-    """Return the plans whose first is faster, which no plan of either search is better than by more than its gap."""
-    best = min(one, other, key=_step_seconds)
-    document, step = best[0].document, _step_seconds(best)
-    bound = min(each[0].document.predicted.lower_bound_seconds or 0.0 for each in (one, other))
-    gap = 1 - min(bound, step) / step
-    predicted = msgspec.structs.replace(document.predicted, lower_bound_seconds=bound, gap=gap)
-    status = document.search.status if gap <= PROVEN_GAP else str(Status.FEASIBLE)
-    searched = msgspec.structs.replace(document.search, status=status)
-    return replace(best[0], document=replace(document, predicted=predicted, search=searched)), *best[1:]
 
 
 def _is_compiled(options: PlanOptions, precision: Precision, cluster: Cluster, graph: Graph) -> bool:

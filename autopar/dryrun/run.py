@@ -110,8 +110,8 @@ def _on_device(plan: Plan, result: DryRun) -> DryRun:
 
 class FakeHostMemory(HostMemory):
     """Host memory without data, so that offloaded tensors do not count as device memory. `bytes` are offloaded now, `peak_bytes`
-    were the most. The program frees a tensor at once when it is offloaded, and allocates it when it is needed, as on a CPU; a
-    GPU holds it until the copy has ended, and prefetches the one before."""
+    were the most. The program frees a tensor at once when it is offloaded, as on a CPU; a
+    GPU holds it until the copy has ended."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

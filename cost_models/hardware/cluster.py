@@ -67,11 +67,6 @@ class Cluster:
     expert_load: ExpertLoad = ExpertLoad()
     document_lengths: DocumentLengths = DocumentLengths()
 
-    @property
-    def offloads_saved_tensors(self) -> bool:
-        """True where programs may offload tensors that the backward needs: compiled code saves on the device alone."""
-        return self.host is not None and not self.device.fused
-
     def __hash__(self) -> int:
         return hash((self.name, self.size, self.device.name))
 

@@ -40,7 +40,7 @@ def page(pipelined: Callable[[Pipeline, int], Plan], tmp_path_factory: pytest.Te
     zeros = dict.fromkeys(("most_compute_seconds", "blocks_seconds", "least_processor_seconds", "processor_seconds"), 0.0)
     stages = [{key: value if key == "stage" else 2 * value for key, value in row.items()} | zeros for row in predicted["stages"]]
     measured = {
-        **{"ranks": 16, "mesh": {"pp": 2, "dp": 4, "tp": 2}, "device": "cuda", "steps": 3, "micro_batches": 4},
+        **{"ranks": 16, "mesh": {"pp": 2, "dp": 4, "tp": 2}, "device": "cuda", "steps": 3, "micro_batches": 4, "compiled": False},
         **{"step_seconds": 2 * predicted["step_seconds"], "least_step_seconds": 0.0, "between_seconds": 0.0, "examples": 16},
         **{"stages": [{"ranks": 8, **row} for row in stages], "blocks": [], "collectives": [], "memory": []},
     }

@@ -13,7 +13,9 @@ from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.utils.checkpoint import CheckpointPolicy
 
-_MARK = "autopar.recompute"
+_RECOMPUTED = "autopar.recompute"
+_ELSEWHERE = "autopar.saved_elsewhere"
+_FUSED = (torch.Tag.pointwise, torch.Tag.reduction)
 
 NotOneGraph = (Unsupported, FailOnRecompileLimitHit)
 """The errors of ``fullgraph=True`` where torch.compile would else run a part as it is. Seen on 2.13.0."""
@@ -34,13 +36,20 @@ def reason_of(error: Exception) -> str:
 
 def marked_for_recomputation() -> AbstractContextManager[None]:
     """Mark the operations that torch.compile traces inside. Seen on 2.13.0: ``meta["custom"]`` of their nodes."""
-    return torch.fx.traceback.annotate({_MARK: True})
+    return torch.fx.traceback.annotate({_RECOMPUTED: True})
+
+
+def marked_as_saved_elsewhere(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that torch.compile traces, as a result of its code, marked."""
+    with torch.fx.traceback.annotate({_ELSEWHERE: True}):
+        return x.detach()
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputing:
     """A backend that tags the marked nodes of a graph, or `every` node, as selective checkpoints do: AOTAutograd saves none of
-    their results, but for those that a second call would change. Seen on 2.13.0: code is compiled once for equal backends."""
+    their results, but for those that a second call would change. Where a tensor is saved elsewhere, it tags what streaming
+    operations make of it: AOTAutograd may save that in its stead. Seen on 2.13.0: code is compiled once for equal backends."""
 
     backend: Callable[..., Any]
     every: bool = False
@@ -49,11 +58,51 @@ class Recomputing:
         tagged = []
         for module in graph.modules():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-                marked = self.every or node.meta.get("custom", {}).get(_MARK)
-                if node.op.startswith("call_") and marked and not _changes_operands(node):
-                    node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
+                marks = node.meta.get("custom", {})
+                if node.op.startswith("call_") and (self.every or marks.get(_RECOMPUTED)) and not _changes_operands(node):
+                    _tag(node)
+                if marks.get(_ELSEWHERE) or "recompute" in node.meta:
                     tagged.append(node.name)
         return _compiled_apart(self.backend, graph, inputs, " ".join(tagged)) if tagged else self.backend(graph, inputs)
+
+
+def _tag(node: fx.Node) -> None:
+    node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, 0
+
+
+def _with_stand_ins_recomputed(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
+    """Tag what streaming operations of the forward make, for the backward, of tensors that are saved elsewhere; but nothing that
+    other operations read, which is in memory anyway."""
+    nodes = list(graph.graph.nodes)
+    forward = {node for node in nodes if node.meta.get("partitioner_tag") != "is_backward"}
+    made = {_without_views(node) for node in nodes if node.meta.get("custom", {}).get(_ELSEWHERE)}
+    stand_ins: list[fx.Node] = []
+    for node in nodes:
+        streams = node in forward - made and (_is_a(node, torch.Tag.pointwise) or _is_view(node))
+        read = [user for user in node.users if user in forward and not (_is_a(user, *_FUSED) or _is_view(user))]
+        if streams and not read and not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            stand_ins.append(node)
+    needed = set(nodes) - forward
+    for node in reversed(stand_ins):
+        if not needed.isdisjoint(node.users):
+            needed.add(node)
+            _tag(node)
+    return graph
+
+
+def _is_a(node: fx.Node, *kinds: torch.Tag) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not set(kinds).isdisjoint(node.target.tags)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _without_views(node: fx.Node) -> fx.Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _changes_operands(node: fx.Node) -> bool:
@@ -64,6 +113,7 @@ def _changes_operands(node: fx.Node) -> bool:
 def _compiled_apart(backend: Callable[..., Any], graph: fx.GraphModule, inputs: Any, tags: str) -> Any:
     """Compile under a further key: the caches of compiled graphs take two graphs that differ in their tags alone for one."""
     # importing it takes seconds, and only programs that are compiled need it
+    from torch._functorch.config import patch
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
@@ -74,5 +124,6 @@ def _compiled_apart(backend: Callable[..., Any], graph: fx.GraphModule, inputs: 
         def uuid(self) -> str:
             return f"autopar {tags}"
 
-    with config.patch(joint_custom_pre_pass=(*get_custom_graph_passes(config.joint_custom_pre_pass), Key())):
+    passes = (*get_custom_graph_passes(config.joint_custom_pre_pass), Key())
+    with config.patch(joint_custom_pre_pass=passes), patch(joint_custom_pass=_with_stand_ins_recomputed):
         return backend(graph, inputs)

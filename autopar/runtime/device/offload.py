@@ -7,13 +7,20 @@ import weakref
 
 import torch
 
+from .axis import AxisHandle
+
 
 class HostMemory:
-    """Copies between one device and host memory, on a CUDA stream of their own, in the order in which they are asked for."""
+    """Copies between one device and host memory, on a CUDA stream of their own, in the order in which they are asked for.
+
+    traced: while a block is traced by torch.compile, the tensors of which nothing is saved on this device: they are offloaded, or
+        a part is saved on each rank of an axis.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.last_offloaded: weakref.ref[OffloadedTensor] | None = None
+        self.last_call: weakref.ref[OffloadedCall] | None = None
+        self.traced = list[tuple[torch.Tensor, AxisHandle | None]]()
 
     def copy_to_host(self, x: torch.Tensor) -> torch.Tensor:
         """Start a copy to (pinned) host memory and return it."""
@@ -61,39 +68,58 @@ class SavedSpan:
         raise NotImplementedError
 
 
-class OffloadedTensor(SavedSpan):
-    """A span in host memory. It is copied back when the backward first needs it, or needs the tensor that was offloaded right
-    after it: the backward needs them in reverse order."""
+class OffloadedCall:
+    """The tensors that one call of a block offloads. When the backward needs the first of them, all are copied back, and those of
+    the call before it, which the backward needs next: two calls' tensors are on the device then, as the plan has it."""
 
-    def __init__(self, x: torch.Tensor, host: HostMemory) -> None:
+    def __init__(self, host: HostMemory) -> None:
+        self.host, self.tensors = host, list[weakref.ref[OffloadedTensor]]()
+        self.previous: weakref.ref[OffloadedCall] | None = None
+
+    def add(self, tensor: OffloadedTensor) -> None:
+        """Note a tensor whose copy to host memory starts."""
+        if not self.tensors:
+            self.previous, self.host.last_call = self.host.last_call, weakref.ref(self)
+        self.tensors.append(weakref.ref(tensor))
+
+    def prefetch(self) -> None:
+        """Start the copies back to the device, in the order in which the backward needs them."""
+        for each in reversed(self.tensors):
+            if (tensor := each()) is not None:
+                tensor.prefetch()
+
+
+class OffloadedTensor(SavedSpan):
+    """A span in host memory, from where it is copied back by the time that the backward needs it."""
+
+    def __init__(self, x: torch.Tensor, call: OffloadedCall) -> None:
         super().__init__(x)
-        self.host_memory = host
+        self.call = call
         self.on_host: torch.Tensor | None = None
         self.copied: torch.cuda.Event | None = None
-        self.previous: weakref.ref[OffloadedTensor] | None = None
 
     def store(self) -> None:
         """Start the copy to host memory, if it has not started."""
         if self.on_host is None and self.on_device is not None:
-            self.on_host, self.on_device = self.host_memory.copy_to_host(self.on_device), None
-            self.previous, self.host_memory.last_offloaded = self.host_memory.last_offloaded, weakref.ref(self)
+            self.on_host, self.on_device = self.call.host.copy_to_host(self.on_device), None
+            self.call.add(self)
 
     def prefetch(self) -> torch.Tensor:
         """Start the copy back to the device, if it has not started."""
         if self.on_device is None:
             assert self.on_host is not None
-            self.on_device, self.copied = self.host_memory.copy_to_device(self.on_host, self.device)
+            self.on_device, self.copied = self.call.host.copy_to_device(self.on_host, self.device)
             self.on_host = None
         return self.on_device
 
     def result(self) -> torch.Tensor:
-        """Return the part on the device, and prefetch the tensor that was offloaded before."""
+        """Return the part on the device, and prefetch what the backward needs next."""
         x = self.prefetch()
+        self.call.prefetch()
+        if (previous := self.call.previous) is not None and (call := previous()) is not None:
+            call.prefetch()
         if self.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(self.copied)
             x.record_stream(stream)
-            next_one = self.previous() if self.previous is not None else None
-            if next_one is not None:
-                next_one.prefetch()
         return x

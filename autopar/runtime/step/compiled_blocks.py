@@ -1,5 +1,5 @@
 """Blocks under torch.compile, each distinct one compiled once: what the plan recomputes in the backward is recomputed by the
-compiled backward, and is not saved."""
+compiled backward, and is not saved; what it offloads or partitions is saved elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from ..compat.compile import NotOneGraph, Recomputing, compiler_named, reason_of
 from ..module import BlockModule, Program
 from ..progress import working
+from .recompute import Recompute
 
 Backend = str | Callable[..., Any]
 
@@ -41,19 +42,22 @@ class _FirstCall:
 
 
 class _RecomputingBlock:
-    """The forward of a block that recomputes. It has to be a single graph, since what is saved is decided for a graph: it runs as
-    it is, with a warning, where it offloads, saves parts, or calls what torch.compile does not trace. `left_out`: classes that
-    did so, of all blocks of the program."""
+    """The forward of a block that recomputes, offloads or saves parts. It has to be a single graph, since what is saved is
+    decided for a graph: it runs as it is, with a warning, where it calls what torch.compile does not trace. `left_out`: classes
+    that did so, of all blocks of the program."""
 
     def __init__(self, block: BlockModule, backend: Callable[..., Any], left_out: set[type[BlockModule]]) -> None:
-        self.kind, self.eager, self.left_out = type(block), block.forward, left_out
+        self.kind, self.eager, self.left_out, self.host = type(block), block.forward, left_out, block.mesh.host_memory
         # the class' own code: torch counts what it compiled of each code
         self.compiled = torch.compile(MethodType(type(block).forward, block), backend=backend, fullgraph=True)
 
     def __call__(self, *args: torch.Tensor) -> Any:
         if self.kind not in self.left_out:
             try:
-                return self.compiled(*args)
+                with Recompute(self.host) as recompute:
+                    results = self.compiled(*args)
+                    recompute.save_traced()
+                return results
             except NotOneGraph as error:
                 self.left_out.add(self.kind)
                 warnings.warn(

@@ -14,8 +14,9 @@ as usual. An operation is recomputed when the backward first needs something of 
 backward, which is the same on all ranks, so that recomputed collectives match. Results are freed as soon as nothing refers to
 them.
 
-Compiled blocks have the same plan in another way: operations that are recomputed are marked, and the compiled backward recomputes
-what is marked (`compiled_blocks`).
+Compiled blocks have the same plan in another way (`compiled_blocks`): operations that are recomputed are marked, and the compiled
+backward recomputes what is marked; tensors that are offloaded or partitioned are results of the compiled code too, and by their
+storages is found what it saves of them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..compat.autograd import storage_key
 from ..compat.collectives import all_gather, wait_tensor
-from ..compat.compile import marked_for_recomputation
+from ..compat.compile import marked_as_saved_elsewhere, marked_for_recomputation
 from ..device.axis import AxisHandle
-from ..device.offload import HostMemory, OffloadedTensor, SavedSpan
+from ..device.offload import HostMemory, OffloadedCall, OffloadedTensor, SavedSpan
 from ..device.rng import RngRecorder
 
 Function = Callable[..., Any]
@@ -77,6 +78,7 @@ class Recompute:
 
     def __enter__(self) -> Recompute:
         if self.recording:
+            self.offloaded = OffloadedCall(self.host_memory)
             self.hooks = saved_tensors_hooks(self._pack, _SavedTensor.get)
             self.hooks.__enter__()
         return self
@@ -113,17 +115,32 @@ class Recompute:
 
     def offload(self, x: torch.Tensor) -> None:
         """Save in host memory whatever autograd saves of `x`, before or after this call."""
-        if self._to_be_saved(x):
-            self._save_elsewhere(x, OffloadedTensor(x, self.host_memory))
+        if self.compiling:
+            self._trace(x, None)
+        elif self._to_be_saved(x):
+            self._save_elsewhere(x, OffloadedTensor(x, self.offloaded))
 
     def partition(self, x: torch.Tensor, axis: AxisHandle) -> None:
         """Save only a part on each rank of the axis, of whatever autograd saves of `x` before or after this call."""
-        if axis.size > 1 and self._to_be_saved(x):
+        if self.compiling and axis.size > 1:
+            self._trace(x, axis)
+        elif axis.size > 1 and self._to_be_saved(x):
             self._save_elsewhere(x, PartitionedTensor(x, axis))
 
+    def save_traced(self) -> None:
+        """Offload and partition the tensors that compiled code has marked, of which autograd has saved something."""
+        marked, self.host_memory.traced = self.host_memory.traced, []
+        for x, axis in marked:
+            if axis is None:
+                self.offload(x)
+            else:
+                self.partition(x, axis)
+
+    def _trace(self, x: torch.Tensor, axis: AxisHandle | None) -> None:
+        if torch.is_grad_enabled():
+            self.host_memory.traced.append((marked_as_saved_elsewhere(x), axis))
+
     def _to_be_saved(self, x: torch.Tensor) -> bool:
-        if self.compiling and torch.is_grad_enabled():
-            _save_outside_of_compiled_code()
         return self.recording and storage_key(x) not in self.sources
 
     def _save_elsewhere(self, x: torch.Tensor, source: SavedSpan) -> None:
@@ -243,11 +260,6 @@ class _RecomputedResult:
 
     def result(self) -> torch.Tensor:
         return self.operation.result(self.index)
-
-
-@torch.compiler.disable(reason="compiled code saves on the device alone, and whole tensors")  # type: ignore[untyped-decorator]
-def _save_outside_of_compiled_code() -> None:
-    """Do nothing: torch.compile refuses what calls this."""
 
 
 def _no_unpack(_: None) -> torch.Tensor:

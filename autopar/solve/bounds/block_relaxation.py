@@ -93,7 +93,7 @@ def _relax_block(
         if node.name in recomputable and not _is_view(node):
             reads = tuple(dict.fromkeys(find(value) for value in node.operands() if find(value) in tensors))
             recompute[node.name] = min(each.seconds.forward for each in table.strategies[node.name]), reads
-    offload = sum(costs.offload_seconds(1.0)) if problem.cluster.offloads_saved_tensors else None
+    offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
     shared = frozenset(value for value, index in inputs.items() if (name, index) in several)
     return BlockRelaxation(name, calls, tensors, recompute, offload, shared)
 

@@ -126,8 +126,8 @@ def _one_variable(form: Formulation, terms: Terms) -> Terms:
 
 def unavoidable_saved_bytes(problem: Problem) -> float:
     """Return a lower bound, without a solver, of what is saved from forward to backward: tensors saved beside the results of
-    operations that cannot be recomputed. 0 where they may be offloaded."""
-    if problem.cluster.offloads_saved_tensors:
+    operations that cannot be recomputed. 0 where there is a host to offload to."""
+    if problem.cluster.host is not None:
         return 0.0
     least = 0.0
     for name, table in problem.blocks.items():

@@ -26,10 +26,7 @@ are not worth a collective."""
 
 
 def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, ...]]:
-    """Return per value of the block the model axes of several ranks on which nothing makes it sharded; none where code is
-    compiled, which saves whole tensors."""
-    if problem.cluster.device.fused:
-        return {}
+    """Return per value of the block the model axes of several ranks on which nothing makes it sharded."""
     mesh = problem.mesh
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and mesh.names[axis] != DATA_AXIS]
     out: dict[str, tuple[int, ...]] = {}

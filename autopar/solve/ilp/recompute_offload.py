@@ -91,7 +91,7 @@ class _BlockRecompute:
         self.converted: set[PlacedValue] = set()
         self.readers: list[tuple[PlacedValue, Expression]] = []
         self.small = small_size(out.sizes)
-        self.has_host = form.problem.cluster.offloads_saved_tensors
+        self.has_host = form.problem.cluster.host is not None
         self.partition_axes = partition_axes(form.problem, table)
 
     def add(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from support.harness.rank_pool import RankPool
 from support.harness.run_program import Case, train_pipelines, train_steps
 from support.harness.training_loop import parallel_model
 from support.plans.drawn_candidates import drawn_candidate
-from support.plans.drawn_recomputation import with_kept, with_replays
+from support.plans.drawn_recomputation import with_kept, with_partition, with_replays
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -28,6 +29,7 @@ from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.plan import Candidate, Precision
 from autopar.program.build import program_text
+from autopar.runtime.step.recompute import Recompute
 
 F64 = Precision("float64", "float64")
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
@@ -87,7 +89,8 @@ def compilations(cases: list[Case]) -> tuple[list[tuple[int, int, bool]], list[s
 
 
 def saved_bytes(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], backend: str) -> dict[str, int]:
-    """On a rank: bytes that each block saves for the backward beside parameters, in the storages of all of its calls."""
+    """On a rank: bytes that each block saves for the backward beside parameters, in the storages of all of its calls; and, under
+    ``+`` and its name, those in host memory or in parts."""
     torch._dynamo.reset()
     parallel = parallel_model(text, state, compile=backend)
     own = {parameter.untyped_storage().data_ptr() for parameter in parallel.program.parameters()}
@@ -104,7 +107,17 @@ def saved_bytes(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str
                     saved[name] = saved.get(name, 0) + storage.nbytes()
                 return x
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            def leave(recompute: Recompute, *error: object) -> None:
+                for source in recompute.sources.values():
+                    held = [getattr(source, name, None) for name in ("on_host", "share")]
+                    saved["+" + name] = saved.get("+" + name, 0) + sum(x.nbytes for x in held if x is not None)
+                for handle in itertools.chain.from_iterable(recompute.saved.values()):
+                    pack(handle.get())
+                exit(recompute, *error)
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), pytest.MonkeyPatch.context() as patch:
+                exit = Recompute.__exit__
+                patch.setattr(Recompute, "__exit__", leave)
                 return forward(*args)
 
         return run
@@ -218,11 +231,24 @@ def test_experts_are_not_compiled_and_said(ranks: RankPool) -> None:
     assert any("tokens of experts are data" in line for line in said)
 
 
-def test_what_is_offloaded_is_not_compiled_and_said(ranks: RankPool) -> None:
-    prepared = prepare("gpt2")
-    plain = recomputing(prepared, {"dp": 2}, 0)[0]
-    text = program_text(prepared.graph, with_replays(prepared.graph, plain, 0, 0.3, offload=0.5))
-    assert "recompute.offload(" in text
-    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], PARTITIONED, world=2, timeout=200)
-    assert not differences(outcome[0], prepared.expected, TOLERANCE)
-    assert any("saves on the device alone" in line for line in said)
+@pytest.mark.parametrize(("model", "backend"), [("gpt2", PARTITIONED), SLOW("llama", PARTITIONED), SLOW("gpt2", "inductor")])
+def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend: str, ranks: RankPool) -> None:
+    """Each rank holds on the device and elsewhere what the plan says, and has the numbers of one process."""
+    prepared = prepare(model, batch=8)
+    local = with_compilation(Cluster.parse("local:2"), True)
+    planned = plan(prepared, {"dp": 1, "tp": 2}, with_compilation(replace(Cluster.parse("dgx-h100:1"), size=2), True))
+    candidate = with_kept(prepared.graph, planned.candidate, local, 1, share=0.8, offload=0.4)
+    candidate = with_partition(prepared.graph, candidate, local, "tp")
+    text = program_text(prepared.graph, candidate)
+    assert "recompute.offload(" in text and "recompute.partition(" in text and "recompute(" in text
+    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], backend, world=2, timeout=400)
+    assert not differences(outcome[0], prepared.expected, TOLERANCE) and not said
+    found = ranks.run(saved_bytes, text, prepared.state, prepared.batch, backend, world=2, timeout=400)[0]
+    for block in prepared.graph.blocks:
+        name, times, each = block.name, prepared.graph.count(block.name), candidate.block(block.name)
+        costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, local)
+        by_plan = RecomputePlan.of(costs, each, aliases(block, each.nodes, each.conversions))
+        elsewhere = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] / 2 for storage in by_plan.partitioned)
+        gone = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] for storage in by_plan.partitioned)
+        assert found["+" + name] == times * elsewhere
+        assert found[name] <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
