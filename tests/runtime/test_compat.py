@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import autopar.runtime
 from autopar.runtime.compat import autograd, collectives, dtensor, hooks, modules
-from autopar.runtime.compat.compile import Recomputing, compiler_named, marked_for_recomputation
+from autopar.runtime.compat.compile import BlockBackend, compiler_named, marked_for_recomputation
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.patches import apply_patches, undo_patches
 
@@ -419,7 +419,7 @@ def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
 def test_a_cached_graph_is_that_of_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that differ in what is recomputed alone: the caches of compiled graphs take them for two."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    inductor = Recomputing(compiler_named("inductor"))
+    inductor = BlockBackend(compiler_named("inductor"))
 
     def saved_of(marked: bool) -> list[tuple[int, ...]]:
         def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -46,24 +46,30 @@ def marked_as_saved_elsewhere(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputing:
+class BlockBackend:
     """A backend that tags the marked nodes of a graph, or `every` node, as selective checkpoints do: AOTAutograd saves none of
     their results, but for those that a second call would change. Where a tensor is saved elsewhere, it tags what streaming
-    operations make of it: AOTAutograd may save that in its stead. Seen on 2.13.0: code is compiled once for equal backends."""
+    operations make of it: AOTAutograd may save that in its stead. Seen on 2.13.0: code is compiled once for equal backends, and a
+    graph with an autograd function is looked up among those compiled before only if the configuration says so."""
 
     backend: Callable[..., Any]
     every: bool = False
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
-        tagged = []
+        # importing it takes seconds, and only programs that are compiled need it
+        from torch._functorch.config import patch
+
+        tags = []
         for module in graph.modules():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
                 marks = node.meta.get("custom", {})
                 if node.op.startswith("call_") and (self.every or marks.get(_RECOMPUTED)) and not _changes_operands(node):
                     _tag(node)
-                if marks.get(_ELSEWHERE) or "recompute" in node.meta:
-                    tagged.append(node.name)
-        return _compiled_apart(self.backend, graph, inputs, " ".join(tagged)) if tagged else self.backend(graph, inputs)
+                    tags.append(node.name)
+                if marks.get(_ELSEWHERE):
+                    tags.append(f"{node.name} elsewhere")
+        with patch(autograd_cache_allow_custom_autograd_functions=True):
+            return _compiled_apart(self.backend, graph, inputs, " ".join(tags)) if tags else self.backend(graph, inputs)
 
 
 def _tag(node: fx.Node) -> None:
@@ -112,7 +118,6 @@ def _changes_operands(node: fx.Node) -> bool:
 
 def _compiled_apart(backend: Callable[..., Any], graph: fx.GraphModule, inputs: Any, tags: str) -> Any:
     """Compile under a further key: the caches of compiled graphs take two graphs that differ in their tags alone for one."""
-    # importing it takes seconds, and only programs that are compiled need it
     from torch._functorch.config import patch
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compat.compile import NotOneGraph, Recomputing, compiler_named, reason_of
+from ..compat.compile import BlockBackend, NotOneGraph, compiler_named, reason_of
 from ..module import BlockModule, Program
 from ..progress import working
 from .recompute import Recompute
@@ -20,13 +20,13 @@ Backend = str | Callable[..., Any]
 
 def compile_blocks(program: Program, backend: Backend) -> None:
     """Compile each block with a backend of torch.compile."""
-    left_out = set[type[BlockModule]]()
+    left_out, compiler = set[type[BlockModule]](), compiler_named(backend)
     for block in program.blocks():
+        own = BlockBackend(compiler, every=block.recompute)
         if block.recompute or block.selective_recompute:
-            recomputing = Recomputing(compiler_named(backend), every=block.recompute)
-            block.forward = _FirstCall(block, _RecomputingBlock(block, recomputing, left_out))
+            block.forward = _FirstCall(block, _RecomputingBlock(block, own, left_out))
         else:
-            block.forward = _FirstCall(block, torch.compile(block.forward, backend=backend))
+            block.forward = _FirstCall(block, torch.compile(block.forward, backend=own))
 
 
 class _FirstCall:

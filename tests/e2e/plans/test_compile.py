@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +253,29 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
         gone = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] for storage in by_plan.partitioned)
         assert found["+" + name] == times * elsewhere
         assert found[name] <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
+
+
+def cache_lookups(
+    text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], folder: str
+) -> list[dict[str, int]]:
+    """On a rank: what AOTAutograd's cache in a folder answers in each of two starts."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            parallel_model(text, state, compile="inductor")(**batch).backward()
+            found.append({key: count for key, count in counters["aot_autograd"].items() if key.startswith("autograd_cache")})
+    return found
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(tmp_path: Path, ranks: RankPool) -> None:
+    """Conversions are functions of autograd, which torch caches only where it is told to."""
+    prepared = prepare("llama")
+    text = program(prepared, plan(prepared, {"dp": 2, "zero": 3, "tp": 2}))
+    first, second = ranks.run(cache_lookups, text, prepared.state, prepared.batch, str(tmp_path), timeout=400)[0]
+    assert first["autograd_cache_miss"] == 3 and second == {"autograd_cache_hit": 3}
