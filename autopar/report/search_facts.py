@@ -103,16 +103,19 @@ class SearchedChange:
     graph: Graph
     candidate: Candidate
     evaluation: Evaluation
+    cut_short: str = ""
+
+    def describe(self) -> str:
+        """Return the constraint and what was found under it."""
+        how = f", cut short by {self.cut_short}" if self.cut_short else ""
+        return f"{self.name}, searched{how}: {describe(self.graph, self.candidate)}"
 
 
 def what_if_facts(plan: Plan, cluster: Cluster, searched: Sequence[SearchedChange] = ()) -> list[dict[str, Any]]:
     """Return what new searches found, and the plan with one thing changed, each evaluated without a search. Of twice and half the
     devices each has as many examples as before."""
     optimizer = plan.document.optimizer
-    rows = [
-        _row(f"{each.name}, searched: {describe(each.graph, each.candidate)}", each.candidate, each.evaluation)
-        for each in searched
-    ]
+    rows = [_row(each.describe(), each.candidate, each.evaluation) for each in searched]
     rows += [
         {
             "name": each.name,

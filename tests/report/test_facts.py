@@ -21,6 +21,7 @@ from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.facts import page_facts
 from autopar.report.page import page_of, report_page
+from autopar.report.search_facts import SearchedChange
 
 ACTIONS = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
 PIPELINES = {
@@ -211,6 +212,11 @@ def test_a_new_search_adds_a_row(plan_path: Path, tmp_path: Path, capsys: pytest
     facts = json.loads(text[text.index('id="facts">') + len('id="facts">') :].partition("</script>")[0])
     (row,) = [row for row in facts["what_if"] if row["name"].startswith("memory=40, searched: ")]
     assert (row["step_seconds"], row["peak_bytes"]) == (after["step_seconds"], after["peak_memory_bytes"])
+
+
+def test_a_search_that_was_cut_short_says_so(one_stage: Plan) -> None:
+    change = SearchedChange("memory=40", one_stage.graph, one_stage.candidate, evaluation_of(one_stage), "Ctrl-C")
+    assert change.describe().startswith("memory=40, searched, cut short by Ctrl-C: ")
 
 
 UNNEEDED = ("torch", "numpy", "scipy", "ortools", "transformers")

@@ -61,7 +61,7 @@ def _searched(plan: Plan, arguments: argparse.Namespace, console: Console) -> li
         except Infeasible as error:
             console.progress(f"{text}: {str(error).splitlines()[0]}")
             continue
-        out.append(SearchedChange(text, found.graph, found.candidate, found.evaluation))
+        out.append(SearchedChange(text, found.graph, found.candidate, found.evaluation, found.cut_short))
     return out
 
 

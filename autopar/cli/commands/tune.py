@@ -136,11 +136,11 @@ def _report(raced: list[RacedPlan], best: RacedPlan, lesson: Lesson, path: str, 
     for each in raced:
         plan, predicted = each.plan, each.plan.document.predicted
         name = describe(plan.graph, plan.candidate)
-        measured = each.median_seconds if each.step_seconds else None
+        measured, least = (each.median_seconds, each.least_seconds) if each.step_seconds else (None, None)
         rows.append((name, seconds(predicted.step_seconds), each.error or seconds(measured), "kept" if each is best else ""))
         data.append(
             {"plan": name, "predicted_step_seconds": predicted.step_seconds, "median_step_seconds": measured,
-             "step_seconds": list(each.step_seconds), "error": each.error, "kept": each is best}
+             "least_step_seconds": least, "step_seconds": list(each.step_seconds), "error": each.error, "kept": each is best}
         )  # fmt: skip
     console.table("Plans in turn", ("plan", "predicted step", "measured (median)", ""), rows)
     console.text(f"written to {path}: parallelize(..., plan={path!r}) runs it")

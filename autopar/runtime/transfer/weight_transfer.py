@@ -176,7 +176,9 @@ def receive_weights(
     what `send_weights` sends at the address. All its ranks call it together; ``.run(tensors)`` of the result receives the next.
 
     TransferProblem, on all ranks of both jobs, names who never came, or a tensor that does not fit."""
-    if not 0 <= rank < layout.tp:
+    if not isinstance(layout, VllmLayout):
+        raise TransferProblem(f"layout={layout!r:.40}: pass autopar.VllmLayout(tp=..., kv_heads=...) of the engine that receives")
+    if type(rank) is not int or not 0 <= rank < layout.tp:
         raise TransferProblem(f"rank {rank} is none of the {layout.tp} ranks of {layout}: pass that of tensor parallelism")
     alone = Rounds(None, str)
     transfer = WeightTransfer(Endpoint(address, False, rank, layout.tp, join_seconds), layout.of, BUFFER_BYTES, alone)

@@ -16,7 +16,7 @@ from autopar.runtime.errors import TransferProblem
 from autopar.runtime.transfer.transfer_plan import TransferPlan, plan_transfer
 from autopar.runtime.transfer.vllm_layout import VllmLayout
 from autopar.runtime.transfer.weight_layout import AxisShard, TensorLayout, WeightLayout
-from autopar.runtime.transfer.weight_transfer import _copy
+from autopar.runtime.transfer.weight_transfer import _copy, receive_weights
 from autopar.weight_transfer import plan_weight_transfer
 
 
@@ -200,6 +200,15 @@ def test_vllm_refuses(tp: int, name: str, shape: tuple[int, ...], words: str) ->
 def test_no_numbers_of_ranks_and_heads(layout: VllmLayout) -> None:
     with pytest.raises(TransferProblem, match="each 1 or more"):
         layout.of(WeightLayout({"dp": 1}, {"l.self_attn.k_proj.weight": TensorLayout("float32", (KV * SIZE, HIDDEN))}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "words"),
+    [(None, 0, "pass autopar.VllmLayout"), (VllmLayout(2, KV), 2, "none of the 2"), (VllmLayout(2, KV), "0", "none of the 2")],
+)
+def test_no_layout_or_rank_that_receives(layout: Any, rank: Any, words: str) -> None:
+    with pytest.raises(TransferProblem, match=words):
+        receive_weights("localhost:1", {}, layout, rank=rank)
 
 
 @pytest.mark.parametrize("memory", [0, 63, 2.5e6, float("nan"), "1", None, True])
