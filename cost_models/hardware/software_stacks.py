@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isclose
 from typing import Any
 
 from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.hardware.device_specs import Device, Link
 from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
     FIELDS,
@@ -21,14 +21,7 @@ from autopar.cost_models.hardware.stack_entries import (
     state_layouts,
 )
 
-
-def _apply(stack: SoftwareStack, cluster: Cluster, compiled: bool) -> Cluster:
-    """Return the cluster with these constants. `compiled`: neighbouring streaming operations run as one kernel."""
-    constants = dict(stack.constants)
-    fractions: dict[str, Any] = {FIELDS[name]: constants[name] for name in constants if name in FIELDS}
-    device = replace(cluster.device, **fractions, fused=compiled)
-    links = tuple(link.scaled(constants.get("network", 1.0)) for link in cluster.links)
-    return replace(cluster, device=device, links=links)
+Links = tuple[Link, ...]
 
 
 def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
@@ -37,9 +30,19 @@ def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
     the fusion of kernels changes."""
     if cluster.device.fused == compiled:
         return cluster
-    groups = tuple(replace(each, device=_with_fusion(each.device, compiled)) for each in cluster.groups)
-    device = bottleneck_device([each.device for each in groups]) if groups else _with_fusion(cluster.device, compiled)
-    return replace(cluster, device=device, groups=groups)
+    return _on_each_device(cluster, lambda device, links: (_with_fusion(device, compiled), links))
+
+
+def _on_each_device(cluster: Cluster, change: Callable[[Device, Links], tuple[Device, Links]]) -> Cluster:
+    """Return the cluster with its devices and links changed, those of each group of nodes by the group's device."""
+    groups = []
+    for each in cluster.groups:
+        device, links = change(each.device, each.links)
+        groups.append(replace(each, device=device, links=links))
+    device, links = change(cluster.device, cluster.links)
+    if groups:
+        device = bottleneck_device([each.device for each in groups])
+    return replace(cluster, device=device, links=links, groups=tuple(groups))
 
 
 def _with_fusion(device: Device, compiled: bool) -> Device:
@@ -65,8 +68,16 @@ def with_stack(
     the stack on this device generation. `async_tp` and `ep_overlap`: whether this run overlaps collectives of its tensor axis, or
     all-to-alls of its experts (None: the stack's default). `constants` replace those of the file. `graphs`: CUDA graphs are
     replayed, and the host is ahead. Contention is the cluster's."""
-    stack = stack_for(name, cluster.device.generation, compiled) if constants is None else None
-    stack = stack or SoftwareStack(name, "", tuple((constants or {}).items()), "")
+    given = None if constants is None else SoftwareStack(name, "", tuple(constants.items()), "")
+
+    def used(device: Device, links: Links) -> tuple[Device, Links]:
+        stack = given or stack_for(name, device.generation, compiled)
+        own = dict(stack.constants) if stack is not None else {}
+        fractions: dict[str, Any] = {FIELDS[each]: own[each] for each in own if each in FIELDS}
+        launch = 0.0 if graphs else host_launch_seconds().get(name, device.host_launch_seconds)
+        scaled = tuple(link.scaled(own.get("network", 1.0)) for link in links)
+        return replace(device, **fractions, fused=compiled, host_launch_seconds=launch), scaled
+
     overlap = software_stacks()[1].get(name, cluster.overlap)
     overlap = replace(
         overlap,
@@ -75,6 +86,4 @@ def with_stack(
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
     layout = state_layouts().get(name, cluster.state_layout)
-    applied = _apply(stack, cluster, compiled)
-    launch = 0.0 if graphs else host_launch_seconds().get(name, cluster.device.host_launch_seconds)
-    return replace(applied, device=replace(applied.device, host_launch_seconds=launch), overlap=overlap, state_layout=layout)
+    return replace(_on_each_device(cluster, used), overlap=overlap, state_layout=layout)

@@ -18,7 +18,7 @@ from autopar.cli import main
 from autopar.cli.evaluation import evaluation_of
 from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
-from autopar.cost_models.hardware.software_stacks import with_compilation
+from autopar.cost_models.hardware.software_stacks import with_compilation, with_stack
 from autopar.cost_models.hardware.tuned_rates import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.given_plan import compiler_of, priced_as
@@ -70,6 +70,15 @@ def test_groups_reach_what_their_devices_reach_alone(other: str) -> None:
     alone = tuple(with_compilation(Cluster.parse(each), True).device for each in ("dgx-h100:1", other))
     assert tuple(group.device for group in mixed.groups) == alone
     assert mixed.device == bottleneck_device(list(alone)) and with_compilation(mixed, False) == both
+
+
+@pytest.mark.parametrize("software", ["nemo-megatron-core", "torchtitan"])
+def test_other_software_reaches_on_groups_what_it_reaches_alone(software: str) -> None:
+    mixed = with_stack(Cluster.parse("dgx-h100:1+dgx-a100:1"), software)
+    alone = [with_stack(Cluster.parse(each), software) for each in ("dgx-h100:1", "dgx-a100:1")]
+    assert [group.device for group in mixed.groups] == [each.device for each in alone]
+    assert [group.links for group in mixed.groups] == [each.links for each in alone]
+    assert mixed.device == bottleneck_device([each.device for each in alone])
 
 
 def test_shares_that_steps_reached_are_those_of_compiled_programs_too() -> None:
