@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -62,8 +63,9 @@ def graph_of(results: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def has_data(x: torch.Tensor) -> bool:
-    """Return whether the tensor has values: fake tensors (dry run) and meta tensors have only shapes. Seen on 2.13.0."""
-    return not (x.is_meta or isinstance(x, FakeTensor))
+    """Return whether the tensor has values: fake tensors (dry run), those that AOTAutograd traces with, and meta tensors have
+    only shapes. Seen on 2.13.0."""
+    return not (x.is_meta or isinstance(x, (FakeTensor, FunctionalTensor)))
 
 
 def sole_holder(tensor: torch.Tensor) -> bool:

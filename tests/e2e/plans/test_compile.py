@@ -255,6 +255,36 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
         assert found[name] <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
 
 
+def compiled_tensor_parallelism(text: str, state: Mapping[str, torch.Tensor], backend: str) -> float:
+    """On a rank, beside a parallel model: the difference of a user's own DTensor module compiled and not."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallel_model(text, state)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    module = parallelize_module(module, init_device_mesh("cpu", (torch.distributed.get_world_size(),)), plan)
+    x = torch.randn(4, 3, 8, requires_grad=True)
+    gradients = []
+    for run in (module, torch.compile(module, backend=backend, fullgraph=True)):
+        x.grad = None
+        run(x).square().sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    return float((gradients[0] - gradients[1]).abs().max())
+
+
+def test_a_module_of_the_user_compiles_beside_a_parallel_model(ranks: RankPool) -> None:
+    """What autopar teaches DTensor does not end the tracing of other DTensor code."""
+    prepared = prepare("gpt2")
+    text = program_text(prepared.graph, drawn_candidate(prepared.graph, mesh_of(dp=2), 1, zero=0, wild=0.0, precision=F64))
+    for difference in ranks.run(compiled_tensor_parallelism, text, prepared.state, PARTITIONED, world=2, timeout=200):
+        assert difference < FLOAT32
+
+
 def cache_lookups(
     text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], folder: str
 ) -> list[dict[str, int]]:
