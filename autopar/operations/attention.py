@@ -256,7 +256,7 @@ OPERATIONS = (
     ),
     Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),
-    Operation(DOCUMENTS, documents_rule, flops=attention_flops, attention=True, untraced=True,
+    Operation(DOCUMENTS, documents_rule, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),
     # rows of the batch are consecutive chunks of a sequence, and each needs the keys and values of all
     Operation(

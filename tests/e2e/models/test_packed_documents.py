@@ -3,6 +3,7 @@ whose model makes the mask of all scores; and packed, padded and one by one the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
+from support.harness.run_program import train_compiled, train_programs
 from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.model_families import families
 from support.models.small_models import VOCABULARY, make, make_case
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import autopar
 from autopar.capture import capture
+from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.program.build import program_text
 
@@ -76,6 +78,19 @@ def test_a_sharded_sequence_equals_one_process(name: str, size: int, ranks: Rank
     texts = [program_text(graph, sequence_plan(graph, size, kind, sharding_wins(size))) for kind in kinds]
     assert all("C.attention_documents(" in text for text in texts)
     check(ranks, name, texts, size)
+
+
+def test_compiled_layers_equal_one_process(ranks: RankPool) -> None:
+    """One graph of each block: a layer that recomputes has to be."""
+    prepared = packed("llama")
+    plain = plan(prepared, {"dp": 2, "tp": 1}, Cluster.parse("local:2")).candidate
+    whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
+    cases = [(program_text(prepared.graph, each), prepared.state, prepared.batch) for each in (plain, whole)]
+    for outcomes, said in ranks.run(train_compiled, cases, "aot_eager_decomp_partition", world=2, timeout=300):
+        assert not said
+        for outcome in outcomes:
+            wrong = differences(outcome, prepared.expected, 1e-9)
+            assert not wrong, wrong[:5]
 
 
 def test_packed_padded_and_one_by_one_have_one_loss() -> None:

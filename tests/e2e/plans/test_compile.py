@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import Outcome, differences
+from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, prepare, prepare_dropout, program
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import Case, train_pipelines, train_steps
+from support.harness.run_program import Case, train_compiled, train_steps
 from support.harness.training_loop import parallel_model
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_kept, with_partition, with_replays
@@ -47,15 +47,6 @@ def recomputing(prepared: Prepared, axes: dict[str, int], zero: int) -> tuple[Ca
     plain = drawn_candidate(prepared.graph, mesh_of(**axes), 1, zero=zero, wild=0.0, precision=F64)
     whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
     return plain, whole, with_kept(prepared.graph, plain, Cluster.parse(f"local:{plain.mesh.size}"), 1, share=0.3)
-
-
-def compiled(cases: list[Case], backend: str) -> tuple[list[Outcome], list[str]]:
-    """On a rank: what the programs give when they are compiled, and what was said of it."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outcomes = [outcome for outcome, _ in train_pipelines(cases, compile=backend)]
-    return outcomes, [str(each.message) for each in caught if "not compiled" in str(each.message)]
 
 
 @dataclass
@@ -162,7 +153,7 @@ def test_recomputation_equals_one_process(backend: str, axes: dict[str, int], ze
     texts = [program_text(prepared.graph, each) for each in recomputing(prepared, axes, zero)[-plans:]]
     assert "recompute(C.convert" in texts[-1]
     cases = [(text, prepared.state, prepared.batch) for text in texts]
-    for outcomes, said in ranks.run(compiled, cases, backend, world=world, timeout=600):
+    for outcomes, said in ranks.run(train_compiled, cases, backend, world=world, timeout=600):
         assert not said
         for text, outcome in zip(texts, outcomes, strict=True):
             wrong = differences(outcome, prepared.expected, TOLERANCE)
@@ -208,8 +199,8 @@ def test_recomputed_random_numbers_are_those_of_the_forward(attention: float, ra
     texts = [program_text(prepared.graph, each) for each in (plain, whole, some)]
     assert "recompute(C.dropout" in texts[2]
     cases = [(text, prepared.state, prepared.batch) for text in texts]
-    ((first, *others), said), _ = ranks.run(compiled, cases, PARTITIONED, world=2, timeout=300)
-    eager, _ = ranks.run(compiled, cases[:1], "", world=2, timeout=300)[0]
+    ((first, *others), said), _ = ranks.run(train_compiled, cases, PARTITIONED, world=2, timeout=300)
+    eager, _ = ranks.run(train_compiled, cases[:1], "", world=2, timeout=300)[0]
     for found, text in zip((first, *others), texts, strict=True):
         assert not differences(found, eager[0], FLOAT32), text  # transformers' loss is that of float32 logits
     assert ["torch's own generator" in line for line in said] == [True, True] * bool(attention)
@@ -227,7 +218,7 @@ def test_a_distinct_block_is_compiled_once(ranks: RankPool) -> None:
 def test_experts_are_not_compiled_and_said(ranks: RankPool) -> None:
     prepared = prepare("routed")
     text = program_text(prepared.graph, recomputing(prepared, {"dp": 2}, 0)[1])
-    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], PARTITIONED, world=2, timeout=200)
+    (outcome, said), _ = ranks.run(train_compiled, [(text, prepared.state, prepared.batch)], PARTITIONED, world=2, timeout=200)
     assert not differences(outcome[0], prepared.expected, TOLERANCE)
     assert any("tokens of experts are data" in line for line in said)
 
@@ -242,7 +233,7 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
     candidate = with_partition(prepared.graph, candidate, local, "tp")
     text = program_text(prepared.graph, candidate)
     assert "recompute.offload(" in text and "recompute.partition(" in text and "recompute(" in text
-    (outcome, said), _ = ranks.run(compiled, [(text, prepared.state, prepared.batch)], backend, world=2, timeout=400)
+    (outcome, said), _ = ranks.run(train_compiled, [(text, prepared.state, prepared.batch)], backend, world=2, timeout=400)
     assert not differences(outcome[0], prepared.expected, TOLERANCE) and not said
     found = ranks.run(saved_bytes, text, prepared.state, prepared.batch, backend, world=2, timeout=400)[0]
     for block in prepared.graph.blocks:

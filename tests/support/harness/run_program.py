@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,6 +72,15 @@ def train_pipelines(
         rest = {name: tensor for name, tensor in found.state.items() if name in buffers}
         out.append((Outcome(found.losses[0], found.gradients, parameters, rest), tuple(parallel.trace())))
     return out
+
+
+def train_compiled(cases: Sequence[Case], backend: str) -> tuple[list[Outcome], list[str]]:
+    """On a rank: what the programs give when they are compiled, and what was said of it."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcomes = [outcome for outcome, _ in train_pipelines(cases, compile=backend)]
+    return outcomes, [str(each.message) for each in caught if "not compiled" in str(each.message)]
 
 
 def _names_on_all_ranks(mine: list[str]) -> set[str]:

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.autograd import apply, has_data
 from .merge import AttentionGradients, AttentionTile, MergedAttention
@@ -43,39 +44,76 @@ class DocumentRun:
         return x[self.example : self.example + 1, :, self.rows]
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, behind: int | None, ahead: int | None, query_documents: Tensor,
+    key_documents: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the result and the logarithm of the sums of its softmax."""
+    out, lse = _results(q, v)
+    ids = (query_documents, key_documents, query_positions, key_positions)
+    for run in document_runs(q.shape[0], scale, (behind, ahead), *ids):
+        merged = MergedAttention(run.queries(q), v.shape[-1])
+        merged.add(run.tile, run.keys(k), run.keys(v))
+        here, sums = merged.finish()
+        run.queries(out).copy_(here)
+        run.queries(lse).copy_(sums)
+    return out, lse
+
+
+def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    return out, torch.zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+
+def _gradients(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, behind: int | None, ahead: int | None,
+    query_documents: Tensor, key_documents: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    to_q, to_k, to_v = torch.zeros_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    ids = (query_documents, key_documents, query_positions, key_positions)
+    for run in document_runs(q.shape[0], scale, (behind, ahead), *ids):
+        gradients = AttentionGradients(*(run.queries(x) for x in (grad, q, out, lse)))
+        for sums, part in zip((to_k, to_v), gradients.add(run.tile, run.keys(k), run.keys(v)), strict=True):
+            if isinstance(run.columns, slice):
+                run.keys(sums).add_(part)
+            else:
+                sums[run.example].index_add_(1, run.columns, part[0])
+        run.queries(to_q).copy_(gradients.to_q)
+    return to_q, to_k.to(k.dtype), to_v.to(v.dtype)
+
+
+# The lengths of documents are data: torch.compile calls both as they are.
+_traced_attend = torch.library.custom_op("autopar::attend_documents", _attend, mutates_args=())
+_traced_gradients = torch.library.custom_op("autopar::documents_gradients", _gradients, mutates_args=())
+
+
+@_traced_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, v)
+
+
+@_traced_gradients.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
 class _Documents(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, scale: float, band: Band, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *ids: Any
-    ) -> torch.Tensor:
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        lse = torch.zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for run in document_runs(q.shape[0], scale, band, *ids):
-            merged = MergedAttention(run.queries(q), v.shape[-1])
-            merged.add(run.tile, run.keys(k), run.keys(v))
-            here, sums = merged.finish()
-            run.queries(out).copy_(here)
-            run.queries(lse).copy_(sums)
+    def forward(ctx: Any, scale: float, band: Band, q: Tensor, k: Tensor, v: Tensor, *ids: Any) -> Tensor:
+        attend = _traced_attend if torch.compiler.is_compiling() else _attend
+        out, lse = attend(q, k, v, scale, *band, *ids)
         ctx.scale, ctx.band = scale, band
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, *ids = ctx.saved_tensors
-        to_q, to_k, to_v = torch.zeros_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        for run in document_runs(q.shape[0], ctx.scale, ctx.band, *ids):
-            gradients = AttentionGradients(*(run.queries(x) for x in (grad, q, out, lse)))
-            for sums, part in zip((to_k, to_v), gradients.add(run.tile, run.keys(k), run.keys(v)), strict=True):
-                if isinstance(run.columns, slice):
-                    run.keys(sums).add_(part)
-                else:
-                    sums[run.example].index_add_(1, run.columns, part[0])
-            run.queries(to_q).copy_(gradients.to_q)
-        return None, None, to_q, to_k.to(k.dtype), to_v.to(v.dtype), *(None for _ in ids)
+        gradients = _traced_gradients if torch.compiler.is_compiling() else _gradients
+        return None, None, *gradients(grad, out, lse, q, k, v, ctx.scale, *ctx.band, *ids), *(None for _ in ids)
 
 
-@torch.compiler.disable(reason="the lengths of documents are data")  # type: ignore[untyped-decorator]
 def attention_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_documents: torch.Tensor, key_documents: torch.Tensor,
     query_positions: torch.Tensor | None = None, key_positions: torch.Tensor | None = None, *,
@@ -83,8 +121,13 @@ def attention_documents(
 ) -> torch.Tensor:  # fmt: skip
     """Return attention within documents [B, h, s, e]. Exact for any numbers; quick where documents are neighbours and positions
     count up within them. A query that sees no key gets zeros. `window` as in `sharded`, of positions."""
-    ids = (query_documents, key_documents, query_positions, key_positions)
+    # torch.compile takes no tensor twice as an argument of an autograd function
+    ids = (query_documents, _viewed(key_documents), query_positions, _viewed(key_positions))
     return apply(_Documents, scale_of(q, scale), band_of(True, window), q, k, v, *ids)  # type: ignore[no-any-return]
+
+
+def _viewed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.view_as(x)
 
 
 def document_runs(
