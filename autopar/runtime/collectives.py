@@ -8,8 +8,9 @@ A generated program calls torch directly where it can. What it takes from the ru
 from __future__ import annotations
 
 from .comm.convert import PendingConversion, convert, convert_many, start, wait
-from .device.rng import attention_dropout, dropout, random
+from .device.rng import dropout, random
 from .ops.attention.documents import attention_documents
+from .ops.attention.dropout import attention_dropout
 from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows
 from .ops.control_flow import cond, while_loop

@@ -30,9 +30,8 @@ def is_streaming(node: Node) -> bool:
 
 
 def is_traced(block: Block) -> bool:
-    """Return whether torch.compile makes one graph of the block: no operation is sized by data, or draws attention's dropout."""
-    records = ((node, operation(node.op)) for node in block.nodes)
-    return not any(each.untraced or (each.attention and argument(node, 4, "dropout_p", 0.0)) for node, each in records)
+    """Return whether torch.compile makes one graph of the block: no operation is sized by data."""
+    return not any(operation(node.op).untraced for node in block.nodes)
 
 
 def fusable_values(block: Block) -> FusableValues:
@@ -58,6 +57,9 @@ def fusable_values(block: Block) -> FusableValues:
 
 def fused_profile(node: Node, known: Profile, among: FusableValues) -> Profile:
     """The profile of a node that is fused with its neighbours: traffic within the kernel is free."""
+    if operation(node.op).attention and argument(node, 4, "dropout_p", 0.0):
+        # the backward computes it again, from its seed (`runtime.ops.attention.dropout`)
+        return replace(known, backward_flops=known.backward_flops + known.forward_flops)
     if not is_streaming(node) or operation(node.op).view:
         return known
     inside = [name in among.made for name in node.operands()]

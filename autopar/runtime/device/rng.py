@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch.types import Number
 
 from ..compat.autograd import apply
@@ -133,7 +132,7 @@ def _(order: torch.Tensor, key: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _seed(mesh: SeedSource, sharded_axes: Iterable[str]) -> torch.Tensor:
+def next_seed(mesh: SeedSource, sharded_axes: Iterable[str]) -> torch.Tensor:
     """Draw the next seed of a shard: a number on the CPU."""
     key = shard_key(mesh, sharded_axes)
     if torch.compiler.is_compiling():
@@ -174,27 +173,6 @@ def named_key(seed: int, name: str) -> int:
     return (seed * 65_537 + _number(name)) % (1 << 62)
 
 
-@torch.compiler.disable(reason="attention draws its dropout from torch's own generator")  # type: ignore[untyped-decorator]
-def attention_dropout(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    training: bool,
-    mesh: SeedSource,
-    sharded_axes: Iterable[str] = (),
-    *,
-    dropout_p: float,
-    **options: Any,
-) -> torch.Tensor:
-    """Return ``scaled_dot_product_attention`` with the dropout mask of this shard's stream. The kernels draw from torch's own
-    generator, so it is seeded from the stream for the call and restored after it. Arguments are those of torch's function."""
-    if not training:
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
-        torch.manual_seed(seed_stream(shard_key(mesh, sharded_axes)).next_seed())
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, **options)
-
-
 class _Dropout(torch.autograd.Function):
     """Saves a mask of one byte an element, as torch's own dropout does on CUDA."""
 
@@ -217,7 +195,7 @@ def dropout(x: torch.Tensor, p: float, training: bool, mesh: SeedSource, sharded
         return x
     if p == 1:
         return torch.zeros_like(x) * x
-    return apply(_Dropout, p, _seed(mesh, sharded_axes), x)  # type: ignore[no-any-return]
+    return apply(_Dropout, p, next_seed(mesh, sharded_axes), x)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("autopar::random_numbers", mutates_args=())
@@ -246,4 +224,4 @@ def random(
     """Random numbers for every element of a local tensor, from the streams that `dropout` uses: ``uniform`` (from a to b),
     ``normal`` (mean a, deviation b), ``exponential`` (rate a), ``bernoulli`` (probability a), ``integers`` (from a to b,
     exclusive)."""
-    return _random_numbers(like.detach(), kind, a, b, dtype, _seed(mesh, sharded_axes))  # type: ignore[no-any-return]
+    return _random_numbers(like.detach(), kind, a, b, dtype, next_seed(mesh, sharded_axes))  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ given for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -45,13 +45,13 @@ class DocumentRun:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, behind: int | None, ahead: int | None, query_documents: Tensor,
-    key_documents: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor, key_documents: Tensor, query_positions: Tensor | None,
+    key_positions: Tensor | None, *, scale: float, window_left: int | None, window_right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the logarithm of the sums of its softmax."""
     out, lse = _results(q, v)
     ids = (query_documents, key_documents, query_positions, key_positions)
-    for run in document_runs(q.shape[0], scale, (behind, ahead), *ids):
+    for run in document_runs(q.shape[0], scale, (window_left, window_right), *ids):
         merged = MergedAttention(run.queries(q), v.shape[-1])
         merged.add(run.tile, run.keys(k), run.keys(v))
         here, sums = merged.finish()
@@ -66,13 +66,15 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, behind: int | None, ahead: int | None,
-    query_documents: Tensor, key_documents: Tensor, query_positions: Tensor | None, key_positions: Tensor | None,
+    results: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor, key_documents: Tensor,
+    query_positions: Tensor | None, key_positions: Tensor | None, *, scale: float, window_left: int | None,
+    window_right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v. `results`: the gradient of the result, and what `_attend` returned."""
+    grad, out, lse = results
     to_q, to_k, to_v = torch.zeros_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     ids = (query_documents, key_documents, query_positions, key_positions)
-    for run in document_runs(q.shape[0], scale, (behind, ahead), *ids):
+    for run in document_runs(q.shape[0], scale, (window_left, window_right), *ids):
         gradients = AttentionGradients(*(run.queries(x) for x in (grad, q, out, lse)))
         for sums, part in zip((to_k, to_v), gradients.add(run.tile, run.keys(k), run.keys(v)), strict=True):
             if isinstance(run.columns, slice):
@@ -89,12 +91,14 @@ _traced_gradients = torch.library.custom_op("autopar::documents_gradients", _gra
 
 
 @_traced_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return _results(q, v)
 
 
 @_traced_gradients.register_fake
-def _(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    results: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
@@ -102,7 +106,7 @@ class _Documents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, band: Band, q: Tensor, k: Tensor, v: Tensor, *ids: Any) -> Tensor:
         attend = _traced_attend if torch.compiler.is_compiling() else _attend
-        out, lse = attend(q, k, v, scale, *band, *ids)
+        out, lse = attend(q, k, v, *ids, scale=scale, window_left=band[0], window_right=band[1])
         ctx.scale, ctx.band = scale, band
         ctx.save_for_backward(q, k, v, out, lse, *ids)
         return out
@@ -110,8 +114,9 @@ class _Documents(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse, *ids = ctx.saved_tensors
-        gradients = _traced_gradients if torch.compiler.is_compiling() else _gradients
-        return None, None, *gradients(grad, out, lse, q, k, v, ctx.scale, *ctx.band, *ids), *(None for _ in ids)
+        pull, (left, right) = _traced_gradients if torch.compiler.is_compiling() else _gradients, ctx.band
+        gradients = pull([grad, out, lse], q, k, v, *ids, scale=ctx.scale, window_left=left, window_right=right)
+        return None, None, *gradients, *(None for _ in ids)
 
 
 def attention_documents(
