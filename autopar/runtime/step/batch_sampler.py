@@ -25,9 +25,9 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     A global batch holds examples of one bucket of lengths, those above one of `edges` and up to the next, and is padded to that
     (`padded_length`). Examples are drawn, and batches put in order, by the seed and the epoch, and do not depend on the number of
-    ranks. Ranks get equally many examples of a batch, the sums of whose lengths differ by less than two examples do. What does
-    not fill a batch of its bucket is left out (others in each epoch), or filled up with examples of the bucket that are in the
-    epoch already (`drop_last=False`), as torch's DistributedSampler does."""
+    ranks. Ranks get equally many examples of a batch, with close sums of lengths. What does not fill a batch of its bucket is
+    left out (others in each epoch), or filled up with examples of the bucket that are in the epoch already (`drop_last=False`),
+    as torch's DistributedSampler does."""
 
     def __init__(
         self,

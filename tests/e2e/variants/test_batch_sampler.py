@@ -114,6 +114,15 @@ def test_global_batches_do_not_depend_on_the_ranks(
             assert max(sums) - min(sums) <= max(own) - min(own)
 
 
+def test_shares_of_ranks_are_close() -> None:
+    """The longest share is 1 % longer than the shortest: it is 12 % where examples are dealt out at random, 5 % without the way
+    back."""
+    lengths = natural_lengths(10_000)
+    sums = torch.tensor([[int(lengths[part].sum()) for part in parts] for parts in epoch_of(lengths, 4, batch_size=32)])
+    spread = (sums.amax(0) - sums.amin(0)).double().mean() / sums.double().mean()
+    assert spread < 0.02
+
+
 def test_epochs_differ_and_repeat() -> None:
     lengths = natural_lengths(400)
     first, second, again = (epoch_of(lengths, 2, epoch, batch_size=8) for epoch in (0, 1, 0))
