@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ..errors import RuntimeProblem, StateError
+from .same_batch import checksum
 
 LOGGER = logging.getLogger("autopar")
 
@@ -119,11 +120,11 @@ class LengthBatchSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the number of its batches that were yielded, and what their order depends on. Workers of a loader ask
         for batches ahead of training, which then counts its own steps: ``{**sampler.state_dict(), "yielded": steps}``."""
-        return {"epoch": self.epoch, "yielded": self.yielded, "order": self._order()}
+        return {"epoch": self.epoch, "yielded": self.yielded, "order": self.order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that were yielded, on any number of ranks."""
-        for name, value in self._order().items():
+        for name, value in self.order().items():
             if state["order"].get(name) != value:
                 raise StateError(
                     f"the sampler was saved with {name}={state['order'].get(name)}, and has {name}={value}, which draws other "
@@ -132,10 +133,11 @@ class LengthBatchSampler(Sampler[list[int]]):
         self.epoch = state["epoch"]
         self.yielded = self._start = state["yielded"]
 
-    def _order(self) -> dict[str, Any]:
+    def order(self) -> dict[str, Any]:
+        """Return what the batches of an epoch depend on, which all ranks must have alike."""
         return {
             **{"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last, "batch_size": self.batch_size},
-            **{"examples": len(self.lengths), "edges": list(self.edges)},
+            **{"examples": len(self.lengths), "edges": list(self.edges), "lengths_checksum": checksum(self.lengths)},
         }
 
 

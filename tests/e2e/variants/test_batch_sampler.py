@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.harness.comparison import same_gradients
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import autopar
-from autopar.runtime.errors import RuntimeProblem, StateError
+from autopar.runtime.errors import MismatchProblem, RuntimeProblem, StateError
 from autopar.runtime.step.batch_sampler import LengthBatchSampler, checked_lengths, length_edges
 
 WORDS = 32
@@ -158,6 +159,8 @@ def test_resumed_epochs_go_on() -> None:
     assert [sorted(sum(each, [])) for each in parts] == [sorted(batch.tolist()) for batch in rest], "on other ranks too"
     with pytest.raises(StateError, match="saved with batch_size=12, and has batch_size=24, which draws other batches"):
         LengthBatchSampler(lengths, batch_size=24).load_state_dict(state)
+    with pytest.raises(StateError, match="saved with lengths_checksum="):
+        LengthBatchSampler(lengths.flip(0), batch_size=12).load_state_dict(state)
 
 
 def test_it_says_what_padding_costs(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,6 +294,9 @@ def trained(force: str, world: int) -> tuple[int, int, int]:
     plain = Language().double()
     example = collate([dataset[place] for place in range(8)], 256)
     parallel = autopar.parallelize(plain, f"local:{world}", example, force=force, cache=False)
+    own = lengths[::-1] if dist.get_rank() == 1 else lengths
+    with pytest.raises(MismatchProblem, match=r"rank 1 .* has lengths_checksum of a sampler .*: give it the same data set"):
+        parallel.sampler(dataset, lengths=own)
     sampler = parallel.sampler(dataset, lengths=lengths)
     assert sampler.batch_size == 8, "the plan's"
     batches = sampler.global_batches().tolist()
