@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager
-from typing import Any
+from math import lcm, prod
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
-from .comm.agreement import program_digest
+from .comm.agreement import Stated, program_digest, require_agreement
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
 from .errors import RuntimeProblem, StateError
@@ -34,6 +35,7 @@ from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
+from .step.batch_sampler import LengthBatchSampler, checked_lengths
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
@@ -178,10 +180,52 @@ class Parallel(ShardedModule):
         """Mark a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
         return LocalBatch(batch, self.program.mesh.dp.size)
 
-    def sampler(self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True) -> DistributedSampler[Any]:
-        """A sampler that gives each data-parallel rank its own part of a data set, equal on the ranks of model axes."""
-        dp = self.program.mesh.dp
-        return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+    @overload
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
+    ) -> DistributedSampler[Any]: ...
+
+    @overload
+    def sampler(
+        self, dataset: Sized, *, lengths: Iterable[int], batch_size: int | None = None, programs: int = 5,
+        multiple: int | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = True,
+    ) -> LengthBatchSampler: ...  # fmt: skip
+
+    def sampler(
+        self,
+        dataset: Sized,
+        *,
+        lengths: Iterable[int] | None = None,
+        batch_size: int | None = None,
+        programs: int = 5,
+        multiple: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> DistributedSampler[Any] | LengthBatchSampler:
+        """A sampler that gives each data-parallel rank its own part of a data set, equal on the ranks of model axes.
+
+        With the `lengths` of all examples it is a batch sampler: each global batch of `batch_size` examples (the plan's, if None)
+        holds like lengths, and `padded_length` is one of at most `programs`, chosen for the fewest padded tokens. They are
+        multiples of `multiple`: by default of 8, and of what the model axes shard a sequence into. All ranks must call then."""
+        mesh = self.program.mesh
+        dp, ranks = mesh.dp, prod(axis.size for axis in mesh.model_axes)
+        if lengths is None:
+            if (batch_size, multiple, programs) != (None, None, 5):
+                raise RuntimeProblem("batch_size=, programs= and multiple= are for a sampler by length: give lengths= too")
+            return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        if batch_size is None and self.plan is None:
+            raise RuntimeProblem("an exported program does not say the size of its batches: give batch_size=")
+        batch_size = self.plan.candidate.batch if batch_size is None else batch_size
+        halves = lcm(8, 2 * ranks)  # ring attention divides a shard into halves
+        out = LengthBatchSampler(
+            checked_lengths(lengths, dataset), batch_size=batch_size, rank=dp.coordinate, num_replicas=dp.size, programs=programs,
+            multiple=halves if multiple is None else multiple, shuffle=shuffle, seed=seed, drop_last=drop_last,
+        )  # fmt: skip
+        remedy = "give it the same data set, in the same order, and the same arguments on every rank"
+        with self._watch("the comparison of samplers"):
+            require_agreement({f"{name} of a sampler": Stated(str(x), remedy) for name, x in out.order().items()}, mesh.describe)
+        return out
 
     # -- the interface of nn.Module
 

@@ -268,7 +268,7 @@ class Variants:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 LOGGER.warning(
                     "more than %d kinds of calls: the program of the one that was used least recently is dropped; pad inputs to "
-                    "fewer lengths", MOST_VARIANTS
+                    "fewer lengths (parallel.sampler(dataset, lengths=...))", MOST_VARIANTS
                 )  # fmt: skip
 
     def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:

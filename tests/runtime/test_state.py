@@ -16,7 +16,7 @@ from support.models.handwritten_program import Model, make
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.errors import BatchError, LaunchProblem, StateError
+from autopar.runtime.errors import BatchError, LaunchProblem, RuntimeProblem, StateError
 from autopar.runtime.module import BlockModule, ParameterSpec, Program
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.state.layout import dtensor_placements, model_shard, zero_dim, zero_shard
@@ -149,6 +149,9 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
         (lambda: Parallel(make({"dp": 4}, 0), {}), StateError),
         (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateError),
         (lambda: MeshHandle({"dp": 2, "tp": 4}), LaunchProblem),
+        (lambda: parallel.sampler(range(8), lengths=[1] * 8), RuntimeProblem),
+        (lambda: parallel.sampler(range(8), batch_size=8), RuntimeProblem),  # type: ignore[call-overload]
+        (lambda: parallel.sampler(range(8), lengths=[1] * 8, batch_size=6), RuntimeProblem),
     ):
         try:
             call()
@@ -163,7 +166,7 @@ def test_bad_input_is_one_clear_line(ranks: RankPool) -> None:
     for lines in ranks.run(complaints, model().state_dict()):
         assert [line for line in lines if "\n" in line or line == "nothing raised"] == []
         told = ["multiple of 4", "misses labels", "unplanned mask", "device and dtypes"]
-        told += ["has no", "shape (3, 3)", "8 processes"]
+        told += ["has no", "shape (3, 3)", "8 processes", "give batch_size=", "give lengths= too", "a multiple of 4"]
         for line, words in zip(lines, told, strict=True):
             assert words in line
 

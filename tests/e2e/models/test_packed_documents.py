@@ -106,6 +106,28 @@ def test_packed_padded_and_one_by_one_have_one_loss() -> None:
         one_by_one = sum(alone) / sum(len(ids) - 1 for ids in documents)
         losses = one_by_one, model(input_ids=padded, attention_mask=mask, labels=labels).loss.item()
         assert losses == (pytest.approx(model(**batch).loss.item(), rel=1e-12),) * 2
+        assert model(**ended(batch)).loss.item() == pytest.approx(losses[0], rel=1e-12)
+        masked = model(**ended(batch), attention_mask=(torch.arange(32) < 24).long().expand(4, -1)).loss.item()
+        assert abs(masked - losses[0]) > 1e-4, "beside a mask transformers lets documents see each other"
+
+
+def ended(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with rows of 32 tokens, whose padding is one more document."""
+    more = {"input_ids": torch.zeros(4, 8), "position_ids": torch.arange(8).expand(4, -1), "labels": torch.full((4, 8), -100)}
+    return {name: torch.cat([tensor, more[name].long()], 1) for name, tensor in batch.items()}
+
+
+def padded_rows(force: str) -> tuple[float, float]:
+    """On a rank: the loss of packed rows, and of the same rows with padding."""
+    model, _ = make_case(families()["llama"], torch.float64, 4)
+    parallel = autopar.parallelize(model, "local:2", packed_batch(), force=force, cache=False)
+    return parallel(**packed_batch()).loss.item(), parallel(**ended(packed_batch())).loss.item()
+
+
+@pytest.mark.parametrize("force", ["tp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
+def test_padding_is_one_more_document(force: str, ranks: RankPool) -> None:
+    for alone, with_padding in ranks.run(padded_rows, force, world=2, timeout=120):
+        assert with_padding == pytest.approx(alone, rel=1e-6)  # llama computes its loss in float32
 
 
 def bad_batches(force: str) -> list[str]:
