@@ -243,7 +243,7 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
         elsewhere = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] / 2 for storage in by_plan.partitioned)
         gone = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] for storage in by_plan.partitioned)
         assert found["+" + name] == times * elsewhere
-        assert found[name] <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
+        assert found.get(name, 0) <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
 
 
 def compiled_tensor_parallelism(text: str, state: Mapping[str, torch.Tensor], backend: str) -> float:
