@@ -58,7 +58,8 @@ class FlatGraph:
 
 def rename_operands(node: Node, names: Mapping[str, str]) -> Node:
     """A node with the values of its operands renamed."""
-    return with_operands(node, [names.get(name, name) for name in node.operands()]) if names else node
+    operands = node.operands()
+    return node if names.keys().isdisjoint(operands) else with_operands(node, [names.get(name, name) for name in operands])
 
 
 Rewritten = Node | tuple[tuple[Node, ...], Mapping[str, str]]

@@ -55,11 +55,12 @@ def axis_conversion(source: Placement, target: Placement, differentiable: bool) 
     """
     if source == target:
         return None
-    if not differentiable and Invariant() in (source, target):
+    kinds = type(source), type(target)
+    if not differentiable and Invariant in kinds:
         return None
-    if any(isinstance(place, Partial) and place.op != "sum" for place in (source, target)):
+    if Partial in kinds and any(isinstance(place, Partial) and place.op != "sum" for place in (source, target)):
         return AxisConversion("all_reduce", None) if isinstance(source, Partial) and target == Replicate() else None
-    found = _SUM_TABLE.get((type(source), type(target)))
+    found = _SUM_TABLE.get(kinds)
     return found if found is None or differentiable else AxisConversion(found.forward, None)
 
 
@@ -79,7 +80,7 @@ def may_convert(source: Placements, target: Placement, axis: int) -> bool:
 
 def changed_axis(source: Placements, target: Placements) -> int:
     """The index of the one axis in which two placements differ. ValueError where they differ in none or in several."""
-    axes = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
+    axes = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a is not b and a != b]
     if len(axes) != 1:
         raise ValueError(f"a conversion changes one axis, not {len(axes)}")
     return axes[0]

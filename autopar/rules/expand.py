@@ -290,17 +290,9 @@ def combine_axes(
 
     At most one axis runs a named function. Equal plans appear once.
     """
-    shapes = [values[name].shape for name in node.operands()]
-    results = [value.shape for value in node.outputs]
+    shapes = [*(values[name].shape for name in node.operands()), *(value.shape for value in node.outputs)]
+    sides: list[tuple[Shape, dict[Placements, bool]]] = [(shape, {}) for shape in shapes]
     out: dict[tuple[object, ...], NodePlan] = {}
-    known: dict[tuple[object, ...], bool] = {}
-
-    def divides(shape: Shape, placements: Placements) -> bool:
-        key = shape, placements
-        if key not in known:
-            known[key] = can_shard(shape, placements, axis_sizes)
-        return known[key]
-
     for chosen in product(*per_axis):
         functions = [item.function for item in chosen if item.function]
         if len(functions) > 1 or any(item.exclusive and _shared(item, chosen) for item in chosen):
@@ -309,8 +301,13 @@ def combine_axes(
             continue
         operands: tuple[Placements, ...] = tuple(zip(*(item.operands for item in chosen), strict=True))
         produced: tuple[Placements, ...] = tuple(zip(*(item.results for item in chosen), strict=True))
-        sides = (*zip(shapes, operands, strict=True), *zip(results, produced, strict=True))
-        if all(divides(shape, placements) for shape, placements in sides):
+        for (shape, known), placements in zip(sides, (*operands, *produced), strict=True):
+            divides = known.get(placements)
+            if divides is None:
+                divides = known[placements] = can_shard(shape, placements, axis_sizes)
+            if not divides:
+                break
+        else:
             function = functions[0] if functions else ""
             plan = NodePlan(node.name, operands, produced, tuple(item.factor for item in chosen), function)
             out.setdefault((operands, produced, function), plan)

@@ -33,7 +33,7 @@ def peak_in_flight(
     deferred_bytes = deferred_bytes or saved_bytes
     place = {chunk: index for index, chunk in enumerate(chunks)}
     whole, late = [0] * len(place), [0] * len(place)
-    best, now, most = [InFlight(0, 0)] * len(place), 0.0, 0.0
+    best, now, most = (whole.copy(), late.copy()), 0.0, 0.0
     for action in actions:
         at = place[action.chunk]
         if action.kind == FORWARD:
@@ -50,5 +50,5 @@ def peak_in_flight(
             late[at] -= 1
             now -= deferred_bytes[at]
         if now > most * (1 + 1e-12):
-            most, best = now, [InFlight(*each) for each in zip(whole, late, strict=True)]
-    return tuple(best)
+            most, best = now, (whole.copy(), late.copy())
+    return tuple(map(InFlight, *best))

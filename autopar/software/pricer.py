@@ -70,6 +70,7 @@ class Pricer:
     _placed: dict[object, BlockPlacements] = field(default_factory=dict)
     _graphs: dict[object, Graph] = field(default_factory=dict)
     _costs: dict[object, SharedCosts] = field(default_factory=dict)
+    _layer_costs: dict[object, SharedCosts] = field(default_factory=dict)
     _layers: dict[object, _LayerTraces] = field(default_factory=dict)
 
     def price(self, configuration: Configuration) -> PricedConfiguration:
@@ -159,7 +160,9 @@ class Pricer:
             work = replace(work, cluster=_smaller(work.cluster, cluster.size))
             alone = Pricer(work, _placed=self._placed)
             graph, candidate = alone.candidate(key)
-            self._layers[key] = _LayerTraces.of(graph, stage_traces(graph, candidate, work.cluster)[0])
+            shared = self._layer_costs.setdefault(self._graph_key(key), SharedCosts(graph, self.work.cluster))
+            costs = shared.of(candidate, work.cluster)
+            self._layers[key] = _LayerTraces.of(graph, stage_traces(graph, candidate, work.cluster, costs)[0])
         return self._layers[key]
 
 

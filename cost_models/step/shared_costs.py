@@ -22,13 +22,14 @@ class SharedCosts:
         self._by_batch: dict[int, dict[str, BlockCosts]] = {}
         self._first: dict[str, BlockCosts] = {}
 
-    def of(self, candidate: Candidate) -> Mapping[str, BlockCosts]:
-        """Return the costs by the names of the blocks; empty where stages have different devices."""
+    def of(self, candidate: Candidate, cluster: Cluster | None = None) -> Mapping[str, BlockCosts]:
+        """Return the costs by the names of the blocks; empty where stages have different devices. `cluster`: the part of the
+        devices that the candidate is on, always the same for one mesh (else: a stage's)."""
         if len({group.device for group in self.cluster.groups}) > 1:
             return {}
         key = candidate.mesh, candidate.micro_batch, candidate.zero_group
         if key not in self._by_mesh:
-            cluster = stage_cluster(self.cluster, candidate.pipeline.stages)
+            cluster = cluster or stage_cluster(self.cluster, candidate.pipeline.stages)
             self._by_mesh[key] = {
                 block.name: BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group)
                 for block in self.graph.blocks

@@ -42,6 +42,7 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
     """
     repeats_frozen = not graph.forward_only
     blocks = {block.name: block for block in graph.blocks}
+    values = {block.name: block.values() for block in graph.blocks}
     written = written_buffers(graph)
     makers = {name: (index, slot) for index, call in enumerate(graph.calls) for slot, name in enumerate(call.outputs)}
     found: dict[str, dict[int, set[str]] | None] = {}
@@ -60,7 +61,7 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         call = graph.calls[index]
         block = blocks[call.block]
         inner = block.outputs[slot]
-        if block.values()[inner].differentiable:
+        if values[call.block][inner].differentiable:
             return None
         nodes = ancestors(block, {inner})
         if any(map(draws_masks, nodes)):
@@ -104,11 +105,12 @@ def joined_slices(graph: Graph, several: Sequence[Sequence[BlockSlice]]) -> tupl
 def written_buffers(graph: Graph) -> dict[str, str]:
     """The buffers that the forward writes, by original name, with the module path of the call that writes them."""
     out: dict[str, str] = {}
+    writers = {block.name: block for block in graph.blocks if block.updates}
     for call in graph.calls:
-        block = graph.block(call.block)
-        targets = {target for target, _ in block.updates}
-        pairs = zip(block.parameters, call.parameters, strict=True)
-        out.update((name, call.prefix or call.block) for parameter, name in pairs if parameter.value.name in targets)
+        if (block := writers.get(call.block)) is not None:
+            targets = {target for target, _ in block.updates}
+            pairs = zip(block.parameters, call.parameters, strict=True)
+            out.update((name, call.prefix or call.block) for parameter, name in pairs if parameter.value.name in targets)
     return out
 
 

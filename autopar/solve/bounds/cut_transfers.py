@@ -46,6 +46,7 @@ def least_cut_bytes(problem: Problem) -> float:
         last_reader.update(dict.fromkeys(call.inputs, index))
     data = problem.mesh.index(DATA_AXIS)
     scattered = prod(size for axis, size in enumerate(sizes) if axis != data) if problem.cluster.overlap.scattered_sends else 1
+    smallest: dict[tuple[str, str], float] = {}  # the same for all calls of a block
     changes = [0.0] * (len(graph.calls) + 1)
     for index, call in enumerate(graph.calls):
         table = problem.blocks[call.block]
@@ -53,9 +54,11 @@ def least_cut_bytes(problem: Problem) -> float:
             number = boundary.class_of(name)
             if number is None or name in repeatable or last_reader.get(name, index) <= index:
                 continue
-            least = min(table.costs.value_bytes(value, at) for at in problem.placements[number]) / scattered
-            changes[index + 1] += least
-            changes[last_reader[name] + 1] -= least
+            key = call.block, value
+            if key not in smallest:
+                smallest[key] = min(table.costs.value_bytes(value, at) for at in problem.placements[number]) / scattered
+            changes[index + 1] += smallest[key]
+            changes[last_reader[name] + 1] -= smallest[key]
     # a cut before each call but the first
     crossing = list(accumulate(changes))[1 : len(graph.calls)]
     return min((size for size in crossing if size > 1e-6), default=0.0)

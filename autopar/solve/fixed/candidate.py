@@ -44,7 +44,8 @@ def fixed_candidate(
     placed = placed if placed is not None else place_blocks(graph, fixed, registry)
     repeated = set(fixed.recomputed_blocks) or {block.name for block in graph.blocks if graph.count(block.name) > 1}
     zero = fixed.zero if data > 1 else 0
-    plans = [with_recomputation(graph.block(plan.block), replace(plan, zero=zero), fixed, repeated) for plan in placed]
+    sharded = [plan if plan.zero == zero else replace(plan, zero=zero) for plan in placed]
+    plans = [with_recomputation(graph.block(plan.block), plan, fixed, repeated) for plan in sharded]
     return Candidate(
         mesh=mesh,
         blocks=tuple(

@@ -17,6 +17,8 @@ from autopar.solve.ilp.storages import recomputable_nodes
 def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:
     """The plan of a block with what the configuration recomputes, but for what reads buffers that the forward has updated."""
     plan = _with_recomputation(block, plan, fixed, repeated)
+    if not (plan.recompute_nodes or plan.recompute_conversions):
+        return plan  # the same object: its trace is known (`evaluate`)
     recomputable, overwritten = recomputable_nodes(block), overwritten_values(block)
     return replace(
         plan,

@@ -128,20 +128,20 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
     y = model.shares(len(conversions.edges), integer=True)
     form.y[table.block.name, value] = y
     replicated = (Replicate(),) * len(form.problem.mesh.sizes)
+    number = {state: index for index, state in enumerate(conversions.states)}
+    edges = [(edge.source, edge.target) for edge in conversions.edges]
+    supply = [produced.get(state, {}) for state in conversions.states]
     for consumer in consumers:
         flow = y if len(consumers) == 1 else model.shares(len(conversions.edges))
-        rows: list[Expression] = [{} for _ in conversions.states]
-        needed = _needed(form, table, consumer)
-        for row, state in zip(rows, conversions.states, strict=True):
-            add(row, produced.get(state, {}))
-            add(row, needed.get(state, {}), -1.0)
-        for edge, f in zip(conversions.edges, flow, strict=True):
-            rows[edge.source][f], rows[edge.target][f] = -1.0, 1.0
-        for row, state in zip(rows, conversions.states, strict=True):
-            # produced[p] + sum_into_p f = needed[p] + sum_out_of_p f, for each consumer
-            if row:
-                constant = float(consumer[0] == "=" and state == replicated)
-                model.row(row, constant, constant)
+        supplies = supply.copy()
+        for state, terms in _needed(form, table, consumer).items():
+            if state in number:
+                supplies[number[state]] = total((1.0, supply[number[state]]), (-1.0, terms))
+        constants = [0.0] * len(supplies)
+        if consumer[0] == "=" and replicated in number:
+            constants[number[replicated]] = 1.0
+        # produced[p] + sum_into_p f = needed[p] + sum_out_of_p f, for each consumer
+        model.conserve(edges, flow, supplies, constants)
         if flow is not y:
             # y[e] >= f[consumer, e]
             model.at_least_each(y, flow)

@@ -62,15 +62,29 @@ class LinearModel:
 
     def row(self, terms: Terms | Iterable[tuple[int, float]], lower: float, upper: float) -> None:
         """Add the row ``lower <= terms <= upper``. A variable must occur once."""
-        pairs = terms.items() if isinstance(terms, Mapping) else terms
-        first = len(self.entry_column)
-        for column, value in pairs:
-            if value:
-                self.entry_column.append(column)
-                self.entry_value.append(value)
-        self.entry_row += [len(self.row_lower)] * (len(self.entry_column) - first)
+        entries = terms if isinstance(terms, dict) else dict(terms)
+        if not all(entries.values()):
+            entries = {column: value for column, value in entries.items() if value}
+        self.entry_row += [len(self.row_lower)] * len(entries)
+        self.entry_column += entries
+        self.entry_value += entries.values()
         self.row_lower.append(lower)
         self.row_upper.append(upper)
+
+    def conserve(
+        self, edges: Sequence[tuple[int, int]], flow: Sequence[int], supplies: Sequence[Terms], constants: Sequence[float]
+    ) -> None:
+        """Add the row ``supply + flow into it - flow out of it = constant`` of each vertex that has edges (source, target) or a
+        supply. `flow`: the column of each edge."""
+        rows: dict[int, int] = {}
+        ends = {end for edge in edges for end in edge}
+        for vertex, (supply, constant) in enumerate(zip(supplies, constants, strict=True)):
+            if supply or vertex in ends:
+                rows[vertex] = self.constraints
+                self.row(supply, constant, constant)
+        self.entry_row += [rows[end] for edge in edges for end in edge]
+        self.entry_column += [column for column in flow for _ in range(2)]
+        self.entry_value += [-1.0, 1.0] * len(edges)
 
     def at_least_each(self, variables: Sequence[int], others: Sequence[int]) -> None:
         """Add the row ``variable >= other`` for each pair."""
@@ -107,5 +121,8 @@ def total(*parts: tuple[float, Terms]) -> dict[int, float]:
     """The weighted sum of expressions."""
     out: dict[int, float] = {}
     for factor, terms in parts:
-        add(out, terms, factor)
+        if out:
+            add(out, terms, factor)
+        else:
+            out = {variable: factor * value for variable, value in terms.items()}
     return out
