@@ -13,8 +13,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)``; torch's own is untyped."""
+    """Return ``function.apply(*args)``; torch's own is untyped. Seen on 2.13.0: without gradients torch.compile takes a forward
+    with two tensors at its end (``*xs``) for one without a context."""
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        forward: Any = function.forward
+        return forward(_NoBackward(), *args)
     return function.apply(*args)
+
+
+class _NoBackward:
+    """The context of a forward that no backward follows."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        pass
+
+    mark_non_differentiable = save_for_backward
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

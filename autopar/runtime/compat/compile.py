@@ -59,8 +59,10 @@ class BlockBackend:
         # importing it takes seconds, and only programs that are compiled need it
         from torch._functorch.config import patch
 
+        # a graph without a backward recomputes nothing, and AOTAutograd refuses tags on operations that may be random there
+        trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         tags = []
-        for module in graph.modules():
+        for module in graph.modules() if trains else ():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
                 marks = node.meta.get("custom", {})
                 if node.op.startswith("call_") and (self.every or marks.get(_RECOMPUTED)) and not _changes_operands(node):

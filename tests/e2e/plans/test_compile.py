@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, prepare, prepare_dropout, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import Case, train_compiled, train_steps
-from support.harness.training_loop import parallel_model
+from support.harness.training_loop import full_gradients, parallel_model
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_kept, with_partition, with_replays
 from support.plans.mesh import mesh_of
@@ -30,6 +31,7 @@ from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.plan import Candidate, Precision
 from autopar.program.build import program_text
+from autopar.runtime.device.offload import OffloadedCall, OffloadedTensor
 from autopar.runtime.step.recompute import Recompute
 
 F64 = Precision("float64", "float64")
@@ -244,6 +246,44 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
         gone = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] for storage in by_plan.partitioned)
         assert found["+" + name] == times * elsewhere
         assert found.get(name, 0) <= times * (1.03 * (sum(by_plan.saved.values()) - gone) + GENERATOR_BYTES)
+
+
+def calls_without_gradients(
+    text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], backend: str
+) -> tuple[list[str], float, int]:
+    """On a rank: what is said where a compiled model is called without gradients, too; the difference of the gradients of two
+    calls and twice those of one; and how many offloaded tensors are left."""
+    torch._dynamo.reset()
+    parallel = parallel_model(text, state, compile=backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            parallel(**batch)
+        (parallel(**batch) + parallel(**batch)).backward()
+        both = full_gradients(parallel)
+        for parameter in parallel.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            parallel.eval()(**batch)
+        parallel.train()(**batch).backward()
+    once = full_gradients(parallel)
+    gc.collect()
+    left = sum(type(each) in (OffloadedTensor, OffloadedCall) for each in gc.get_objects())
+    said = [str(each.message) for each in caught if "not compiled" in str(each.message)]
+    return said, max(float((both[name] - 2 * gradient).abs().max()) for name, gradient in once.items()), left
+
+
+@pytest.mark.parametrize("model", ["llama", SLOW("gpt2"), SLOW("qwen3")])
+def test_calls_without_gradients_between_steps(model: str, ranks: RankPool) -> None:
+    """No operation is tagged where nothing is recomputed, and conversions of two tensors have their contexts."""
+    prepared = prepare(model, batch=8)
+    plain = drawn_candidate(prepared.graph, mesh_of(dp=2), 0, zero=0, wild=0.3, precision=F64)
+    candidate = with_kept(prepared.graph, plain, Cluster.parse("local:2"), 0, share=0.6, offload=0.5)
+    text = program_text(prepared.graph, candidate)
+    assert "recompute.offload(" in text and ("C.convert_many((" in text or model == "gpt2")
+    found = ranks.run(calls_without_gradients, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)
+    for said, difference, left in found:
+        assert not said and difference < TOLERANCE and left == 0
 
 
 def compiled_tensor_parallelism(text: str, state: Mapping[str, torch.Tensor], backend: str) -> float:
