@@ -15,9 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``; torch's own is untyped. Seen on 2.13.0: without gradients torch.compile takes a forward
     with two tensors at its end (``*xs``) for one without a context."""
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        forward: Any = function.forward
-        return forward(_NoBackward(), *args)
+    if torch.compiler.is_compiling():
+        trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        if not trains:
+            forward: Any = function.forward
+            return forward(_NoBackward(), *args)
     return function.apply(*args)
 
 
