@@ -13,8 +13,8 @@ from .axis import AxisHandle
 class HostMemory:
     """Copies between one device and host memory, on a CUDA stream of their own, in the order in which they are asked for.
 
-    traced: while a block is traced by torch.compile, the tensors of which nothing is saved on this device: they are offloaded, or
-        a part is saved on each rank of an axis.
+    traced: tensors that the compiled code of a block has returned for its caller to offload, or to partition over an axis
+        (`Recompute.save_traced` takes them at the end of the call).
     """
 
     def __init__(self, device: torch.device) -> None:

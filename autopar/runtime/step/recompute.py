@@ -15,8 +15,8 @@ backward, which is the same on all ranks, so that recomputed collectives match. 
 them.
 
 Compiled blocks have the same plan in another way (`compiled_blocks`): operations that are recomputed are marked, and the compiled
-backward recomputes what is marked; tensors that are offloaded or partitioned are results of the compiled code too, and by their
-storages is found what it saves of them.
+backward recomputes what is marked; tensors that are offloaded or partitioned are results of the compiled code too, and what
+autograd saves of them is found by their storages.
 """
 
 from __future__ import annotations
