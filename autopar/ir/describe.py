@@ -14,6 +14,7 @@ _SHARDED_FUNCTIONS = {
     "embedding_sharded": ("v", "vocabulary-parallel embedding"),
     "cross_entropy_sharded": ("v", "vocabulary-parallel loss"),
     "attention_ring": ("s", "ring attention"),
+    "attention_documents_ring": ("s", "ring attention"),
     "attention_rows": ("s", "attention by queries"),
     "attention_heads": ("h", "query heads, key heads everywhere"),
     "moe_experts_dispatched": ("e", "expert parallel, tokens exchanged"),

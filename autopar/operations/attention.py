@@ -60,7 +60,7 @@ def attention_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 
 def documents_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """Shards batch, heads and queries: the document and the position of each query are operands, so that any shard of the
-    sequence knows what it sees. All keys are on every rank."""
+    sequence knows what it sees. All keys are on every rank, or pass by (`DOCUMENT_FUNCTIONS`)."""
     batch = shapes[0][0]
     ids = [f"{'b' if shape[0] == batch else '1'} {length}" for shape, length in zip(shapes[3:], ("s", "t!") * 2, strict=False)]
     heads, minors = ("(g r)", True) if is_grouped(node, shapes) else ("g", False)
@@ -163,6 +163,30 @@ def ring_imbalance(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
     return 1.0 if halves and is_mirrored(node, shapes) else last_rank_imbalance(node, shapes, ranks)
 
 
+def document_ring_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
+    """Keys and values pass by, and their gradients go back; of short documents the neighbours' only. All ranks tell each other
+    the documents and positions of their tokens."""
+    (_, k, v, *ids), dtype = shapes, node.outputs[0].dtype
+    both, tokens = (*k[:-1], _sum(k[-1], v[-1])), packed_tokens(node)
+    group = 2 if tokens and isinstance(k[-2], int) and NARROW * tokens <= k[-2] else 0
+    return (
+        *(OperationCollective("all_gather", shape, "int64", operand=3 + index) for index, shape in enumerate(ids)),
+        OperationCollective("all_gather", both, dtype, group=group, overlapped=True, operand=1),
+        OperationCollective("all_gather", both, dtype, True, group, overlapped=True, operand=1),
+        OperationCollective("reduce_scatter", both, dtype, True, group, overlapped=True, operand=1),
+    )
+
+
+def document_imbalance(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
+    """The imbalance of shards of packed documents of equal length: of a causal document over k shards the last has ``2 - 1/k``
+    times the mean (see `last_rank_imbalance`); one that is no longer than a shard is balanced."""
+    length = shapes[1][-2]
+    if len(node.args) <= 5 or not isinstance(length, int):
+        return 1.0
+    shards = ranks * min(packed_tokens(node) or length, length) / length
+    return 2 - 1 / shards if shards > 1 else 1.0
+
+
 def context_attention_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
     """All-gathers keys and values of the whole sequence for every chunk, and reduce-scatters their gradients in the backward."""
     dtype, parts = node.outputs[0].dtype, int(dict(node.kwargs)["parts"])  # type: ignore[arg-type]
@@ -249,6 +273,14 @@ FUNCTIONS = (
 """Ring attention (queries and keys sharded by sequence); queries sharded by sequence, with all keys on every rank; query heads
 sharded where the key heads do not divide."""
 
+DOCUMENT_FUNCTIONS = (
+    NamedFunction(
+        "s", "ap.attention_documents_ring", None, document_ring_collectives, also=("t",), exclusive=True,
+        imbalance=document_imbalance, at=(0, -2),
+    ),
+)  # fmt: skip
+"""Ring attention of packed documents."""
+
 OPERATIONS = (
     Operation(
         ATTENTION, attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
@@ -256,8 +288,8 @@ OPERATIONS = (
     ),
     Operation("ap.attention", attention_rule, functions=FUNCTIONS, flops=attention_flops, attention=True,
               float32_sums=True, spelling=function("C")),
-    Operation(DOCUMENTS, documents_rule, flops=attention_flops, attention=True,
-              float32_sums=True, spelling=function("C")),
+    Operation(DOCUMENTS, documents_rule, functions=DOCUMENT_FUNCTIONS, flops=attention_flops, attention=True,
+              plain=NamedFunction("s", "", imbalance=document_imbalance), float32_sums=True, spelling=function("C")),
     # rows of the batch are consecutive chunks of a sequence, and each needs the keys and values of all
     Operation(
         PUBLISHED_CONTEXT, attention_rule, flops=attention_flops, attention=True, published=True,

@@ -10,7 +10,6 @@ from autopar.operations.notation.rule import Derive, NamedFunction, Rule
 from autopar.operations.notation.spelling import Spelling
 
 Sizes = tuple[int, ...]
-_PLAIN = NamedFunction("", "")
 
 Flops = Callable[[Node, Sequence[Sizes], Sequence[Sizes]], float]
 """Forward FLOPs from a node and the shapes of its operands and results. A multiply-add is two."""
@@ -29,6 +28,7 @@ class Operation:
     line: str | Derive | None = None
     linear_in: tuple[tuple[int, ...] | str, ...] = ()
     functions: tuple[NamedFunction, ...] = ()
+    plain: NamedFunction = NamedFunction("", "")  # the operation itself on shards: whose work may be uneven
     addends: bool = True
     flops: Flops | None = None
     spelling: Spelling | None = None
@@ -84,11 +84,8 @@ class Operation:
         return self.view or self.may_share
 
     def function(self, name: str) -> NamedFunction:
-        """Return its named function of this name; a plain one where there is none."""
-        for each in self.functions:
-            if each.name == name:
-                return each
-        return _PLAIN
+        """Return its named function of this name; `plain` where there is none."""
+        return next((each for each in self.functions if each.name == name), self.plain)
 
 
 def several(like: Operation, names: str) -> Iterator[Operation]:

@@ -342,10 +342,11 @@ def node_cost(
     busiest = expert_imbalance(known, plan, mesh.sizes, cluster)
     if busiest != 1.0:
         seconds = busiest * seconds[0], busiest * seconds[1], *seconds[2:]
-    if not plan.function:
+    function = operation(node.op).function(plan.function)
+    if not plan.function and function.imbalance is None:
         none = (0.0,) * len(mesh.sizes)
         return NodeCost(*seconds, none, none)
-    if operation(node.op).function(plan.function).pads:
+    if function.pads:
         seconds = *_with_padded_copies(known, plan, mesh.sizes, cluster.device, seconds[:2]), *seconds[2:]
     imbalance = work_imbalance(node, values, plan, mesh)
     forward, backward = imbalance * seconds[0], imbalance * seconds[1]

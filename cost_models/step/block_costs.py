@@ -94,10 +94,12 @@ class BlockCosts:
     def profile(self, name: str) -> Profile:
         """Return global FLOPs and bytes of a node."""
         if name not in self._profiles:
-            node = with_packed_tokens(self.nodes[name], self.cluster.document_lengths.tokens)
-            plain = profile(node, self.values, self.batch)
+            plain = profile(self._with_packed_tokens(name), self.values, self.batch)
             self._profiles[name] = fused_profile(self.nodes[name], plain, self._streaming) if self.cluster.device.fused else plain
         return self._profiles[name]
+
+    def _with_packed_tokens(self, name: str) -> Node:
+        return with_packed_tokens(self.nodes[name], self.cluster.document_lengths.tokens)
 
     @cached_property
     def _streaming(self) -> FusableValues:
@@ -107,7 +109,7 @@ class BlockCosts:
         """Return the seconds and FLOPs of one node under one strategy."""
         cost = self._costs.get(id(plan))
         if cost is None:
-            node, profile = self.nodes[plan.node], self.profile(plan.node)
+            node, profile = self._with_packed_tokens(plan.node), self.profile(plan.node)
             cost = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, profile)
             self._costs[id(plan)] = cost
         return cost[1]

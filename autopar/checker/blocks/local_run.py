@@ -141,6 +141,7 @@ def _linear_float8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 EXPERTS = ("moe_experts", "moe_experts_owned", "moe_experts_dispatched", "moe_experts_start")
+_ATTENTION = ("attention", *(f"attention_{kind}" for kind in ("documents", "documents_ring", "rows", "ring", "heads")))
 STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "linear_kn": _linear_kn,
     "linear_float8_dynamic": _linear_float8,
@@ -154,7 +155,7 @@ STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "local_mean": lambda x, dims, *_: x.mean([d for d in dims if d], keepdim=True).expand(
         [1 if d in dims and d else n for d, n in enumerate(x.shape)]),
     "expert_capacity": lambda x, *_, **__: torch.empty_like(x.detach()),
-    **dict.fromkeys(("attention", "attention_documents", "attention_rows", "attention_ring", "attention_heads"), _attention),
+    **dict.fromkeys(_ATTENTION, _attention),
     **dict.fromkeys(EXPERTS, _experts),
 }  # fmt: skip
 """Functions of tensors whose results have the shapes and dtypes of the runtime's, and save as much for their backward or more."""

@@ -15,7 +15,15 @@ from autopar.checker.rows.carry import Dims, OperationRow
 from autopar.checker.rows.elements import reduction
 from autopar.checker.rows.images import convolution, halo_fits, image, without_running
 from autopar.checker.rows.operation_call import WholeCall
-from autopar.checker.rows.products import attention, cross_entropy_sum, embedding, group_norm, instance_norm, moe_experts
+from autopar.checker.rows.products import (
+    attention,
+    attention_documents,
+    cross_entropy_sum,
+    embedding,
+    group_norm,
+    instance_norm,
+    moe_experts,
+)
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -91,6 +99,12 @@ def _ring(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[boo
     for operand in range(3):
         _contiguous(call, operand, -2, kinds[operand], size)
     _mask(call, kinds, size, flows, -2)
+    return _cut_result(call, -2, size)
+
+
+def _documents_ring(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    for operand in range(len(kinds)):
+        _contiguous(call, operand, -2 if operand < 3 else -1, kinds[operand], size)
     return _cut_result(call, -2, size)
 
 
@@ -180,6 +194,12 @@ def _banded(call: WholeCall) -> OperationRow:
     return attention(replace(call, arguments={**call.arguments, "is_causal": True}))
 
 
+def _whole_documents(call: WholeCall) -> OperationRow:
+    row = attention_documents(call)
+    operands = tuple(_whole(dims, {2 if index < 3 else 1}) for index, dims in enumerate(row.operands))
+    return OperationRow(operands, tuple(_whole(dims, {2}) for dims in row.results))
+
+
 def _whole_heads(call: WholeCall) -> OperationRow:
     row = _banded(call)
     operands, results = (tuple(_whole(dims, {len(dims) - 3}) for dims in side) for side in (row.operands, row.results))
@@ -194,6 +214,7 @@ LEMMAS = {
         Lemma("ap.cross_entropy_sharded", "ap.cross_entropy_sum", _as_given, _cross_entropy, cross_entropy_sum),
         Lemma("ap.attention_rows", "attention", _as_given, _rows, _banded),
         Lemma("ap.attention_ring", "attention", _as_given, _ring, _banded),
+        Lemma("ap.attention_documents_ring", "ap.attention_documents", _as_given, _documents_ring, _whole_documents),
         Lemma("ap.attention_heads", "attention", _as_given, _heads, _whole_heads),
         Lemma("ap.moe_experts_owned", "ap.moe_experts", _as_given, _owned, moe_experts),
         Lemma("ap.moe_experts_dispatched", "ap.moe_experts", _as_given, _dispatched, moe_experts),

@@ -16,6 +16,9 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.errors import ClusterError
 from autopar.ir.graph import Block
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.placement import Replicate, Shard
+from autopar.ir.plan import NodePlan
+from autopar.operations.attention import document_ring_collectives, with_packed_tokens
 
 LENGTHS = (100, 100, 200)
 TOKENS = (100 * 100 * 2 + 200 * 200) / 400
@@ -66,3 +69,30 @@ def test_the_work_of_attention_grows_with_the_lengths() -> None:
     seen = sum(min(place, 31) + 1 for place in range(256)) / 256
     assert flops(256, window=31) == pytest.approx(whole * seen / 1024)
     assert flops(0, causal=False) == whole and flops(256, causal=False) == whole / 4
+
+
+@pytest.mark.parametrize("function", ["", "ap.attention_documents_ring"])
+@pytest.mark.parametrize("tokens", [1024, 512, 256, 128, 32])
+def test_the_busiest_shard_of_a_sequence(function: str, tokens: int) -> None:
+    """Of documents of one length, counted: queries see the keys of their document before them."""
+    mesh, block = Mesh((Axis("dp", 1), Axis("cp", 8))), packed_attention()
+    cluster = replace(Cluster.parse("dgx-h100:1"), document_lengths=DocumentLengths(tokens))
+    keys, numbers = (Shard(2), Shard(1)) if function else (Replicate(), Replicate())
+    operands = (Shard(2), keys, keys, Shard(1), numbers, Shard(1), numbers)
+    placed = tuple((Replicate(), each) for each in operands)
+
+    def seconds(label: str) -> float:
+        plan = NodePlan("attention", placed, ((Replicate(), Shard(2)),), ("", label), function)
+        return BlockCosts(block, mesh, 8, cluster).node(plan).forward_seconds
+
+    work = [sum(place % tokens + 0.5 for place in range(128 * rank, 128 * rank + 128)) for rank in range(8)]
+    assert seconds("s t" if function else "s") / seconds("even") == pytest.approx(max(work) / (sum(work) / 8))
+
+
+def test_short_documents_need_the_keys_of_neighbours_alone() -> None:
+    (node,) = packed_attention().nodes
+    values = packed_attention().values()
+    shapes = tuple(values[name].shape for name in node.operands())
+    for tokens, group in ((0, 0), (512, 0), (128, 2)):
+        moved = [each for each in document_ring_collectives(with_packed_tokens(node, tokens), shapes) if each.overlapped]
+        assert [each.group for each in moved] == [group] * 3 and {each.shape for each in moved} == {("B", 8, 1024, 128)}

@@ -23,7 +23,9 @@ import autopar
 from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.planning import make_plan
 from autopar.program.build import program_text
+from autopar.program.proof import prove_program
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
 """Lengths of the documents of each row."""
@@ -74,10 +76,21 @@ def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
 def test_a_sharded_sequence_equals_one_process(name: str, size: int, ranks: RankPool) -> None:
     """A shard of the queries begins and ends within documents."""
     graph = packed(name).graph
-    kinds = ("exchange", "queries") if size == 2 else ("queries",)
+    kinds = ("exchange", "queries", "documents_ring")[size != 2 :]
     texts = [program_text(graph, sequence_plan(graph, size, kind, sharding_wins(size))) for kind in kinds]
-    assert all("C.attention_documents(" in text for text in texts)
+    functions = ["attention_documents_ring" if kind == "documents_ring" else "attention_documents" for kind in kinds]
+    assert all(f"C.{function}(" in text for function, text in zip(functions, texts, strict=True))
     check(ranks, name, texts, size)
+
+
+def test_a_sharded_sequence_is_proven() -> None:
+    """Queries whose keys are gathered, and the ring."""
+    prepared, cluster = packed("llama"), Cluster.parse("local:4")
+    model, _ = make_case(families()["llama"], torch.float64, 4)
+    found = make_plan(model, cluster, packed_batch(), force="dp=2,tp=2", precision="float64", graph=prepared.graph)
+    for kind in ("queries", "documents_ring"):
+        certificate = prove_program(replace(found, candidate=sequence_plan(prepared.graph, 2, kind, cluster, 2)))
+        assert certificate.holds, certificate.line()
 
 
 def test_compiled_layers_equal_one_process(ranks: RankPool) -> None:

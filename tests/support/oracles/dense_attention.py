@@ -61,6 +61,14 @@ def ring(group: list[list[Any]], **named: Any) -> list[Tensor]:
     return rows([[args[0], k, v, *args[3:]] for args in group], **named)
 
 
+def documents_ring(group: list[list[Any]], **named: Any) -> list[Tensor]:
+    """Attention within documents; queries, keys and values cut, and their documents and positions."""
+    keys = {index: torch.cat([args[index] for args in group], -2 if index < 3 else -1) for index in range(1, len(group[0]))}
+    k, v = keys[1], keys[2]
+    whole = [[keys[at] if at in (4, 6) else args[at] for at in range(3, len(args))] for args in group]
+    return [documents(args[0], k, v, *more, **named) for args, more in zip(group, whole, strict=True)]
+
+
 def heads(group: list[list[Any]], **named: Any) -> list[Tensor]:
     """Query heads cut."""
     out = []

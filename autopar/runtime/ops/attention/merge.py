@@ -184,13 +184,24 @@ def _added(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, LOWEST)
 
 
+@dataclass(frozen=True, slots=True)
 class MergedAttention:
-    """The result while tiles are added: `out` [B, h, s, e] and `lse` [B, h, s]."""
+    """The result of queries while tiles are added: `out` [B, h, s, e] and `lse` [B, h, s], both wide."""
 
-    def __init__(self, q: torch.Tensor, head: int) -> None:
-        self.q, self.dtype = q, wide(q.dtype)
-        self.out = torch.zeros(*q.shape[:-1], head, dtype=self.dtype, device=q.device)
-        self.lse = torch.full(q.shape[:-1], LOWEST, dtype=self.dtype, device=q.device)
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @staticmethod
+    def empty(q: torch.Tensor, head: int) -> MergedAttention:
+        """The result before any tile is added."""
+        dtype = wide(q.dtype)
+        out = torch.zeros(*q.shape[:-1], head, dtype=dtype, device=q.device)
+        return MergedAttention(q, out, torch.full(q.shape[:-1], LOWEST, dtype=dtype, device=q.device))
+
+    def part(self, example: int, rows: slice) -> MergedAttention:
+        """The result of some queries of one example, in the same storage."""
+        return MergedAttention(*(x[example : example + 1, :, rows] for x in (self.q, self.out, self.lse)))
 
     def add(self, tile: AttentionTile, k: torch.Tensor, v: torch.Tensor) -> None:
         """Add every rectangle of a tile."""
@@ -200,7 +211,7 @@ class MergedAttention:
             out, lse = attend(
                 q, _rows(k, rectangle.columns), _rows(v, rectangle.columns), bias=bias, causal=causal, scale=tile.scale
             )
-            self._merge(rectangle.rows, out.to(self.dtype), lse.to(self.dtype))
+            self._merge(rectangle.rows, out.to(self.out.dtype), lse.to(self.out.dtype))
 
     def _merge(self, rows: Range, out: torch.Tensor, lse: torch.Tensor) -> None:
         before, sums = self.lse[..., rows[0] : rows[1]], _rows(self.out, rows)
@@ -214,15 +225,29 @@ class MergedAttention:
         return self.out.to(self.q.dtype), self.lse.masked_fill(self.lse == LOWEST, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionGradients:
-    """Gradients of q and of a learned `mask` that is added to the scores, while tiles are added; and of each tile's k and v."""
+    """Gradients of q and of a learned mask that is added to the scores, while tiles are added; and of each tile's k and v."""
 
-    def __init__(
-        self, grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> None:
-        self.grad, self.q, self.out, self.lse = grad, q, out, lse
-        self.to_mask = None if mask is None else torch.zeros_like(mask)
-        self.to_q = torch.zeros_like(q, dtype=wide(q.dtype))
+    grad: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    to_q: torch.Tensor
+    to_mask: torch.Tensor | None = None
+
+    @staticmethod
+    def zero(
+        grad: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> AttentionGradients:
+        """The gradients before any tile is added."""
+        to_q, to_mask = torch.zeros_like(q, dtype=wide(q.dtype)), None if mask is None else torch.zeros_like(mask)
+        return AttentionGradients(grad, q, out, lse, to_q, to_mask)
+
+    def part(self, example: int, rows: slice) -> AttentionGradients:
+        """The gradients of some queries of one example, in the same storage."""
+        tensors = (self.grad, self.q, self.out, self.lse, self.to_q)
+        return AttentionGradients(*(x[example : example + 1, :, rows] for x in tensors))
 
     def add(self, tile: AttentionTile, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add to the gradient of q; return those of k and v, in the wide dtype."""

@@ -13,7 +13,8 @@ narrower than half of the sequence, a mask has rows of its own, or parts are odd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +27,78 @@ from .merge import AttentionGradients, AttentionTile, MergedAttention
 from .rectangles import Band, Spans, any_visible
 from .sharded import Window, attention_rows, band_of, four_dims, scale_of
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """The facts that every rank of the axis has: parts of `queries` and `keys` positions, the band, and whether it is zigzag."""
+class Ring(ABC):
+    """The ring of an axis: which ranks send keys and values to which, alike on all of them."""
 
     size: int
     coordinate: int
     group: str
+
+    @abstractmethod
+    def sees(self, rank: int, step: int) -> bool:
+        """Return whether queries of `rank` see keys of the rank that is `step` before it."""
+
+    def steps(self) -> list[int]:
+        """The steps in which any rank computes on keys of another: the same on all ranks."""
+        return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
+
+    def send_block(self, step: int, flat: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Send `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
+        received here has the same size, or is empty."""
+        after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
+        sends, receives = self.sees(after, step), self.sees(self.coordinate, step)
+        sent, received = {after: sends}, {before: receives}
+        if back:
+            sent, received = received, sent
+        send, receive = ([flat.numel() * pair.get(rank, False) for rank in range(self.size)] for pair in (sent, received))
+        return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield (step, keys, values) of the ranks that are `step` before this one, its own first, each while the next ones are in
+        flight; empty where none of its queries sees them."""
+        steps = self.steps()
+        flat = _flat(k, v, k.dtype) if steps else k
+        receiving = [self.send_block(step, flat) for step in steps[:1]]
+        yield 0, k, v
+        for index, step in enumerate(steps):
+            receiving += [self.send_block(after, flat) for after in steps[index + 1 : index + 2]]
+            block = wait_tensor(receiving.pop(0))
+            yield step, *(_pair(block, k, v) if self.sees(self.coordinate, step) else (block, block))
+
+    def attend(self, k: torch.Tensor, v: torch.Tensor, add: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
+        """Call `add` with the rank, the keys and the values of every part that this rank's queries see."""
+        for step, keys, values in self.blocks(k, v):
+            if step == 0 or self.sees(self.coordinate, step):
+                add((self.coordinate - step) % self.size, keys, values)
+
+    def gradients(self, k: torch.Tensor, v: torch.Tensor, add: Callable[[int, torch.Tensor, torch.Tensor], Pair]) -> Pair:
+        """Return the gradients of this rank's keys and values, in the wide dtype: `add` makes those of each part that its queries
+        see, which go back to their owner while the next are computed."""
+        own: list[torch.Tensor] = []
+        returning: list[torch.Tensor] = []
+        for step, keys, values in self.blocks(k, v):
+            if step == 0:
+                own += add(self.coordinate, k, v)
+                continue
+            sees = self.sees(self.coordinate, step)
+            pair = add((self.coordinate - step) % self.size, keys, values) if sees else (k, v)
+            returning.append(self.send_block(step, _flat(*pair, k.dtype), back=True))
+            if len(returning) > 1:
+                _add(returning.pop(0), *own)
+        for each in returning:
+            _add(each, *own)
+        to_k, to_v = own
+        return to_k, to_v
+
+
+@dataclass(frozen=True, slots=True)
+class BandRing(Ring):
+    """A ring of one sequence: parts of `queries` and `keys` positions, the band, and whether it is zigzag."""
+
     queries: int
     keys: int
     band: Band
@@ -54,23 +119,7 @@ class Ring:
         return (2 * rank * half, half), ((2 * self.size - 1 - 2 * rank) * half, half)
 
     def sees(self, rank: int, step: int) -> bool:
-        """Return whether queries of `rank` see keys of the rank that is `step` before it."""
         return any_visible(self.rows(rank), self.columns((rank - step) % self.size), self.band)
-
-    def steps(self) -> list[int]:
-        """The steps in which any rank computes on keys of another: the same on all ranks."""
-        return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
-
-    def send_block(self, step: int, flat: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Send `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
-        received here has the same size, or is empty."""
-        after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
-        sends, receives = self.sees(after, step), self.sees(self.coordinate, step)
-        sent, received = {after: sends}, {before: receives}
-        if back:
-            sent, received = received, sent
-        send, receive = ([flat.numel() * pair.get(rank, False) for rank in range(self.size)] for pair in (sent, received))
-        return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
 
     def exchange_halves(self, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Exchange the second half of each sequence with the mirror rank; its own inverse. Without zigzag nothing is done."""
@@ -89,15 +138,15 @@ class Ring:
 
 def ring_of(
     size: int, here: int, group: str, queries: int, keys: int, is_causal: bool, window: Window | None, mask_rows: bool
-) -> Ring:
+) -> BandRing:
     """The ring of parts of so many queries and keys; `mask_rows`: the mask has rows of its own, which stay where they are."""
     left, right = band = band_of(is_causal, window)
     reaches = left is None or 2 * left >= queries * size
     zigzag = right == 0 and reaches and queries == keys and not (queries % 2 or mask_rows)
-    return Ring(size=size, coordinate=here, group=group, queries=queries, keys=keys, band=band, zigzag=zigzag)
+    return BandRing(size=size, coordinate=here, group=group, queries=queries, keys=keys, band=band, zigzag=zigzag)
 
 
-def _pair(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
     to_k, to_v = flat.split([k.numel(), v.numel()])
     return to_k.view(k.shape), to_v.view(v.shape)
 
@@ -111,19 +160,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        ctx: Any, ring: BandRing, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.ring, ctx.scale = ring, scale
         queries, keys, values = ring.exchange_halves((q, k, v))
-        merged, flat = MergedAttention(queries, v.shape[-1]), _flat(keys, values, k.dtype)
-        steps = ring.steps()
-        receiving = [ring.send_block(step, flat) for step in steps[:1]]
-        merged.add(ring.tile(ring.coordinate, mask, scale), keys, values)
-        for index, step in enumerate(steps):
-            receiving += [ring.send_block(after, flat) for after in steps[index + 1 : index + 2]]
-            arrived = wait_tensor(receiving.pop(0))
-            if ring.sees(ring.coordinate, step):
-                merged.add(ring.tile((ring.coordinate - step) % ring.size, mask, scale), *_pair(arrived, keys, values))
+        merged = MergedAttention.empty(queries, v.shape[-1])
+        ring.attend(keys, values, lambda rank, k, v: merged.add(ring.tile(rank, mask, scale), k, v))
         result, lse = merged.finish()
         (out,) = ring.exchange_halves((result,))
         ctx.save_for_backward(q, k, v, mask, out, lse)
@@ -134,23 +176,8 @@ class _Ring(torch.autograd.Function):
         ring, scale = ctx.ring, ctx.scale
         q, k, v, mask, out, lse = ctx.saved_tensors
         queries, keys, values, result, above = ring.exchange_halves((q, k, v, out, grad))
-        gradients = AttentionGradients(above, queries, result, lse, mask if ctx.needs_input_grad[-1] else None)
-        flat = _flat(keys, values, k.dtype)
-        steps = ring.steps()
-        receiving = [ring.send_block(step, flat) for step in steps[:1]]
-        returning: list[torch.Tensor] = []
-        to_k, to_v = gradients.add(ring.tile(ring.coordinate, mask, scale), keys, values)
-        for index, step in enumerate(steps):
-            receiving += [ring.send_block(after, flat) for after in steps[index + 1 : index + 2]]
-            arrived, sent = wait_tensor(receiving.pop(0)), flat
-            if ring.sees(ring.coordinate, step):
-                block = ring.tile((ring.coordinate - step) % ring.size, mask, scale)
-                sent = _flat(*gradients.add(block, *_pair(arrived, keys, values)), k.dtype)
-            returning.append(ring.send_block(step, sent, back=True))
-            if len(returning) > 1:
-                _add(returning.pop(0), to_k, to_v)
-        for each in returning:
-            _add(each, to_k, to_v)
+        gradients = AttentionGradients.zero(above, queries, result, lse, mask if ctx.needs_input_grad[-1] else None)
+        to_k, to_v = ring.gradients(keys, values, lambda rank, k, v: gradients.add(ring.tile(rank, mask, scale), k, v))
         results = ring.exchange_halves((gradients.to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)))
         return None, None, *results, gradients.to_mask
 

@@ -46,7 +46,7 @@ class _Local(torch.autograd.Function):
         ctx: Any, tile: AttentionTile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.tile = tile
-        merged = MergedAttention(q, v.shape[-1])
+        merged = MergedAttention.empty(q, v.shape[-1])
         merged.add(tile.with_mask(mask), k, v)
         out, lse = merged.finish()
         ctx.save_for_backward(q, k, v, mask, out, lse)
@@ -55,7 +55,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, mask, out, lse = ctx.saved_tensors
-        gradients = AttentionGradients(grad, q, out, lse, mask if ctx.needs_input_grad[-1] else None)
+        gradients = AttentionGradients.zero(grad, q, out, lse, mask if ctx.needs_input_grad[-1] else None)
         to_k, to_v = gradients.add(ctx.tile.with_mask(mask), k, v)
         return None, gradients.to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), gradients.to_mask
 
