@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from autopar.checker import conversions
 from autopar.checker.memory import stage_bounds
 from autopar.checker.order import ScheduleProof, Step, read_schedule, state_actions, unrolled
@@ -91,6 +93,8 @@ class Certificate:
         return f"proven equal to the model on {' x '.join(f'{k}={v}' for k, v in self.mesh.items())}, by {lemmas} lemmas{assumed}"
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def certify(
     text: str, graph: Graph, candidate: Candidate, plan_json: str | bytes = b"", optimizer: str = "adamw", first: str = ""
 ) -> Certificate:

@@ -13,7 +13,7 @@ from autopar.checker.shards import MICRO, PARTIAL, Axes, Cut, Kind, Kinds, NotPr
 from autopar.checker.text import CallsText
 from autopar.ir.dims import has_batch, shape_at
 from autopar.ir.graph import Graph, Value
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.plan import Candidate
 
 
@@ -91,10 +91,11 @@ class ProgramInterface:
         return PlacedTensor(name, tuple(shape), kinds, meta_tensor(local, dtype, gradient))
 
     def stored_kinds(self, shape: Sequence[int], places: Mapping[str, str], line: int) -> Kinds:
-        """A parameter is invariant on model axes. Over data ranks and micro-batches the runtime adds its gradients up: there it
-        is replicated."""
-        otherwise: dict[str, Kind] = {name: "R" if name in (DATA_AXIS, MICRO) else "I" for name in self.axes.names}
-        if set(places) & {DATA_AXIS, MICRO}:
+        """A parameter is invariant on model axes. Over data ranks, whether they share examples or sequences, and micro-batches
+        the runtime adds its gradients up: there it is replicated."""
+        summed = {DATA_AXIS, CONTEXT_AXIS, MICRO}
+        otherwise: dict[str, Kind] = {name: "R" if name in summed else "I" for name in self.axes.names}
+        if set(places) & summed:
             raise NotProven(line, "parameters are sharded over data ranks by the runtime, and not by their placement")
         try:
             return self.axes.placed(tuple(shape), places, otherwise)

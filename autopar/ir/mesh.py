@@ -13,6 +13,9 @@ PIPELINE_AXIS = "pp"
 MODEL_AXES = ("tp", "tp2")
 EXPERT_AXIS = "ep"
 """A model axis that may shard the batch too: experts are sharded over it, and all else is data parallel on the same ranks."""
+CONTEXT_AXIS = "cp"
+"""The data ranks of a variant with fewer examples than they are, where they shard sequences instead (context parallelism): a
+model axis on which weights are as on the data axis, replicated, with gradients that are partial sums."""
 
 
 @dataclass(frozen=True, slots=True)

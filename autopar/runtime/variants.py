@@ -43,8 +43,8 @@ LOGGER = logging.getLogger("autopar")
 
 class VariantParts(NamedTuple):
     """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
-    `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it. `reads`: of its
-    capture."""
+    `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: they shard
+    its sequences. `reads`: of its capture."""
 
     program: type[Program]
     form: Any
@@ -52,6 +52,7 @@ class VariantParts(NamedTuple):
     whole_batch: bool
     uneven: bool = False
     reads: Reads = Reads()
+    context: bool = False
 
 
 class Variant:
@@ -226,7 +227,7 @@ class Variants:
         if parts.uneven:
             self.uneven[call.key] = parts
         uneven_batch = call.batch if parts.uneven else 0
-        variant = self._load(parts, self.first.program.mesh.for_variant(parts.whole_batch, uneven_batch))
+        variant = self._load(parts, self.first.program.mesh.for_variant(parts.whole_batch, uneven_batch, context=parts.context))
         self.programs[call.key, uneven_batch or parts.fixed_batch] = variant
         self._evict()
         return variant

@@ -25,7 +25,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
@@ -93,9 +93,11 @@ class VariantMaker:
         if self.proof:
             require_proof(self.plan, (graph, candidate), uneven)
         module: Any = build_program(graph, candidate, uneven=uneven)
-        shared = ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
+        context = candidate.mesh.size_of(CONTEXT_AXIS) > 1
+        shared = context or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
-        return VariantParts(module.Program, form, 0 if graph.batch_is_symbolic else graph.batch, not shared, uneven, reads)
+        fixed = 0 if graph.batch_is_symbolic else graph.batch
+        return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context)
 
     def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads]:
         with recorded_reads() as record, in_modes(model, call.key.modes), unfrozen(model, call.key.unfrozen):
@@ -107,6 +109,8 @@ class VariantMaker:
     def _division(self, candidate: Candidate) -> str:
         """Return the words for how data ranks share a batch that does not divide."""
         ranks, most = candidate.mesh.size_of(DATA_AXIS), self.plan.candidate.mesh.size_of(DATA_AXIS)
+        if candidate.mesh.size_of(CONTEXT_AXIS) > 1:
+            return f", sequences over {most} data ranks"
         if ranks != most:
             return f", whole on each of {most} data ranks"
         shares = shares_of(candidate.batch, ranks)

@@ -7,7 +7,7 @@ of its plan where it has the same structure and other sizes (another length, ano
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -18,12 +18,12 @@ from autopar.errors import AutoparError, PlanMismatch
 from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Block, Call, Graph
 from autopar.ir.interface import Output
-from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
+from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS, Axis, Mesh
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_block
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.pipeline.stage_variants import with_stage_variants
-from autopar.ir.placement import Placements
+from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Pipeline
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
@@ -62,7 +62,10 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     same = None if placed else in_structure_of(graph, plan.graph)
     most = plan.candidate.mesh.size_of(DATA_AXIS)
     for data, parts in _divisions(graph, plan.candidate, split=not placed):
-        for taken, make in ((same, _resized), (graph, partial(_solved, placed=placed or {}))):
+        makers: list[tuple[Graph | None, Callable[..., Planned]]] = [(same, _resized), (graph, partial(_solved, placed=placed))]
+        if data < most and plan.candidate.pipeline.stages == 1 and not placed:
+            makers.insert(0, (graph, partial(_solved, context=most)))
+        for taken, make in makers:
             if taken is None:
                 continue
             try:
@@ -124,15 +127,22 @@ def _schedule_for(first: Candidate, parts: int, pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, schedule="gpipe", actions="\n".join(lines))
 
 
-def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed) -> Planned:
-    """The best placements of operations where those of parameters are given."""
+def _solved(
+    graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed | None = None,
+    context: int = 1,
+) -> Planned:  # fmt: skip
+    """The best placements of operations where those of parameters are given; `context`: so many data ranks shard sequences."""
     first = plan.candidate
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
     if unknown:
         raise PlanMismatch(
             f"it reads {unknown[0]}, which the first program does not (of adapters: make all active before autopar.parallelize)"
         )
-    stored = stored_placements(plan.graph, first)
+    stored, mesh = stored_placements(plan.graph, first), _mesh(first, data)
+    if context > 1:
+        at = mesh.index(DATA_AXIS) + 1
+        mesh = Mesh((*mesh.axes[:at], Axis(CONTEXT_AXIS, context), *mesh.axes[at:]))
+        stored = {name: (*places[:at], Replicate(), *places[at:]) for name, places in stored.items()}
     graph = _with_blocks_by_storage(graph, stored)
     pipeline = _schedule_for(first, parts, first.pipeline)
     if pipeline.stages > 1:
@@ -140,10 +150,10 @@ def _solved(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data
         pipeline = replace(pipeline, layers=(), cuts=cuts, repeated=tuple(repeatable_values(graph)))
     options = SearchOptions(
         batch=graph.batch, precision=first.precision, optimizer=plan.document.optimizer, stored=stored,
-        placed=placed, registry=registry, time_limit_seconds=inf,
+        placed=placed or {}, registry=registry, time_limit_seconds=inf,
     )  # fmt: skip
     zeros = (max((block.zero for block in first.blocks), default=0) if data > 1 else 0,)
-    point = GridPoint(_mesh(first, data), parts)
+    point = GridPoint(mesh, parts)
     ranks = stage_cluster(cluster, cluster.size // point.mesh.size)  # where every data rank computes the whole: one of them
     problem = ProblemTables(graph, ranks, options, registry).problem(point, zeros, ranks)
     solution = MeshSolution(point.mesh, micro_batches=parts)

@@ -29,6 +29,7 @@ from .rng import seed_stream
 
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
 """The data axis as two (HSDP): between the copies of the state, and the ranks that share one copy."""
@@ -147,15 +148,21 @@ class MeshHandle:
         size = prod(self.launched_axes.values())
         return stage * size + dist.get_rank() % size
 
-    def for_variant(self, whole_batch: bool, uneven_batch: int = 0) -> MeshHandle:
+    def for_variant(self, whole_batch: bool, uneven_batch: int = 0, context: bool = False) -> MeshHandle:
         """This mesh for another program of the same ranks and groups. With `whole_batch` its data axis has one rank: every data
-        rank computes the whole batch, with random streams of its own, which all data ranks share. With an `uneven_batch` of so
-        many examples data ranks have uneven shards of it."""
+        rank computes the whole batch, with random streams of its own, which all data ranks share. So it is with `context`, and
+        the data ranks are an axis of the program that shards sequences. With an `uneven_batch` of so many examples data ranks
+        have uneven shards of it."""
         other = copy.copy(self)
-        if whole_batch and self.dp.size > 1:
-            other.axes = {name: 1 if name == DATA_AXIS else size for name, size in self.axes.items()}
+        if (whole_batch or context) and self.dp.size > 1:
             other.dp = AxisHandle(DATA_AXIS)
-            other.handles = self.handles | {DATA_AXIS: other.dp}
+            sequences = {CONTEXT_AXIS: replace(self.dp, name=CONTEXT_AXIS)} if context else {}
+            other.handles = {}
+            for name, handle in self.handles.items():
+                other.handles |= {DATA_AXIS: other.dp} | sequences if name == DATA_AXIS else {name: handle}
+            other.axes = {name: handle.size for name, handle in other.handles.items()}
+            for name, handle in sequences.items():
+                setattr(other, name, handle)
             other.seed_offset = _WHOLE_BATCH
             other.seed += _WHOLE_BATCH
         if uneven_batch:

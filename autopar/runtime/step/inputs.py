@@ -250,7 +250,8 @@ def local_shard(mesh: MeshHandle, name: str, tensor: DTensor, places: Mapping[st
     """This rank's shard of an input that is a DTensor, as the program takes it. BatchError for one on another mesh."""
     if tensor.device_mesh != mesh.device_mesh:
         raise BatchError(f"input {name} is a DTensor on another mesh: pass {name}.full_tensor()")
-    wanted = [dtensor_placement(places.get(axis, "R")) if mesh.axis(axis).size > 1 else Replicate() for axis in mesh.axes]
+    texts = {axis: places.get(axis, "R") if mesh.axis(axis).size > 1 else "R" for axis in mesh.launched_axes}
+    wanted = [dtensor_placement(text) for text in texts.values()]
     placed = tensor if list(tensor.placements) == wanted else tensor.redistribute(placements=wanted)
     return placed.to_local()
 

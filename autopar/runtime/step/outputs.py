@@ -137,20 +137,20 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], progra
     with torch.no_grad():
         local, where = _simple_placements(local.detach(), dict(where), mesh)
     local = local if program.forward_only else _only_the_loss(path, local)
-    places = [dtensor_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.axes]
+    places = [dtensor_placement(where.get(name, "R") if mesh.axis(name).size > 1 else "R") for name in mesh.launched_axes]
     return DTensor.from_local(local, mesh.device_mesh, places, run_check=False)
 
 
 def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tuple[torch.Tensor, dict[str, str]]:
-    """Replace placements that DTensor cannot express simply: partial sums are reduced, strided (``S(2,3)``) and uneven shards
-    are gathered."""
+    """Replace placements that DTensor cannot express simply: partial sums are reduced; strided (``S(2,3)``) and uneven shards are
+    gathered, and those of an axis of this program alone."""
     for name, text in where.items():
         if text.startswith("P") and mesh.axis(name).size > 1:
             local = convert(local, mesh.axis(name), f"{text} -> R")
         if text.startswith("P"):
             where[name] = "R"
     cut = {name: shard for name in mesh.axes if (shard := shard_of(where.get(name, "R")))}
-    odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares}
+    odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares or name not in mesh.launched_axes}
     strided = {cut[name][0] for name in odd}
     names = [name for name, (dim, _) in cut.items() if dim in strided]
     first = next((number for number, name in enumerate(names) if name in odd), len(names))

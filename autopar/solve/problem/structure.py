@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from autopar.ir.graph import Block, Graph, Node, Value
-from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS, Mesh
 from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import combine_axes
@@ -236,8 +236,9 @@ class _Builder:
             )
         if number in self.stored:
             whole = [Replicate(), Invariant()]  # which of them depends on whether it trains
-            fixed = (replicated if place in whole else place for place in self.stored[number])
-            return (tuple(data if axis == self.data else place for axis, place in enumerate(fixed)),)
+            fixed = tuple(replicated if place in whole else place for place in self.stored[number])
+            summed = {self.data: data} | {n: Replicate() for n, each in enumerate(self.mesh.axes) if each.name == CONTEXT_AXIS}
+            return (tuple(summed.get(axis, place) for axis, place in enumerate(fixed)),)
         parameter = slots[0].side == "param"
         buffer = parameter and self.boundary.parameter(slots[0]).buffer
         per_axis: list[dict[Placement, None]] = []
