@@ -43,8 +43,8 @@ LOGGER = logging.getLogger("autopar")
 
 class VariantParts(NamedTuple):
     """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
-    `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: they shard
-    its sequences. `reads`: of its capture."""
+    `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: so many
+    share an example, and shard its sequence. `reads`: of its capture."""
 
     program: type[Program]
     form: Any
@@ -52,7 +52,7 @@ class VariantParts(NamedTuple):
     whole_batch: bool
     uneven: bool = False
     reads: Reads = Reads()
-    context: bool = False
+    context: int = 1
 
 
 class Variant:

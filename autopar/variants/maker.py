@@ -93,8 +93,8 @@ class VariantMaker:
         if self.proof:
             require_proof(self.plan, (graph, candidate), uneven)
         module: Any = build_program(graph, candidate, uneven=uneven)
-        context = candidate.mesh.size_of(CONTEXT_AXIS) > 1
-        shared = context or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
+        context = candidate.mesh.size_of(CONTEXT_AXIS)
+        shared = context > 1 or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
         fixed = 0 if graph.batch_is_symbolic else graph.batch
         return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context)
@@ -109,8 +109,8 @@ class VariantMaker:
     def _division(self, candidate: Candidate) -> str:
         """Return the words for how data ranks share a batch that does not divide."""
         ranks, most = candidate.mesh.size_of(DATA_AXIS), self.plan.candidate.mesh.size_of(DATA_AXIS)
-        if candidate.mesh.size_of(CONTEXT_AXIS) > 1:
-            return f", sequences over {most} data ranks"
+        if (context := candidate.mesh.size_of(CONTEXT_AXIS)) > 1:
+            return f", sequences over {context} data ranks"
         if ranks != most:
             return f", whole on each of {most} data ranks"
         shares = shares_of(candidate.batch, ranks)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import gcd, inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.stage_devices import stage_cluster
@@ -64,7 +64,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     for data, parts in _divisions(graph, plan.candidate, split=not placed):
         makers: list[tuple[Graph | None, Callable[..., Planned]]] = [(same, _resized), (graph, partial(_solved, placed=placed))]
         if data < most and plan.candidate.pipeline.stages == 1 and not placed:
-            makers.insert(0, (graph, partial(_solved, context=most)))
+            makers.insert(0, (graph, partial(_solved, context=most // gcd(graph.batch // parts, most))))
         for taken, make in makers:
             if taken is None:
                 continue
@@ -131,7 +131,8 @@ def _solved(
     graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, data: int, parts: int, *, placed: Placed | None = None,
     context: int = 1,
 ) -> Planned:  # fmt: skip
-    """The best placements of operations where those of parameters are given; `context`: so many data ranks shard sequences."""
+    """The best placements of operations where those of parameters are given; `context`: so many data ranks share an example, and
+    shard its sequence."""
     first = plan.candidate
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
     if unknown:
@@ -140,6 +141,7 @@ def _solved(
         )
     stored, mesh = stored_placements(plan.graph, first), _mesh(first, data)
     if context > 1:
+        mesh = _mesh(first, first.mesh.size_of(DATA_AXIS) // context)
         at = mesh.index(DATA_AXIS) + 1
         mesh = Mesh((*mesh.axes[:at], Axis(CONTEXT_AXIS, context), *mesh.axes[at:]))
         stored = {name: (*places[:at], Replicate(), *places[at:]) for name, places in stored.items()}

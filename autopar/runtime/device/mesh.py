@@ -48,6 +48,7 @@ class MeshHandle:
 
     pp: AxisHandle
     dp: AxisHandle
+    cp: AxisHandle
     seed_offset = base_seed = 0
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
@@ -90,10 +91,10 @@ class MeshHandle:
         _, self.state_mesh = self._meshes(self.state_axes)
         self.shard_axis = _handle(SHARD_AXIS, group_size, self.state_mesh)
 
-    def divided_axes(self, group_size: int) -> dict[str, int]:
+    def divided_axes(self, group_size: int, names: tuple[str, str] = (REPLICATE_AXIS, SHARD_AXIS)) -> dict[str, int]:
         """Return the axes with the data axis as two: between the copies of the state, and the `group_size` ranks that share
         one."""
-        halves = {REPLICATE_AXIS: self.dp.size // group_size, SHARD_AXIS: group_size}
+        halves = {names[0]: self.dp.size // group_size, names[1]: group_size}
         axes: dict[str, int] = {}
         for name, count in self.axes.items():
             axes |= halves if name == DATA_AXIS else {name: count}
@@ -148,21 +149,23 @@ class MeshHandle:
         size = prod(self.launched_axes.values())
         return stage * size + dist.get_rank() % size
 
-    def for_variant(self, whole_batch: bool, uneven_batch: int = 0, context: bool = False) -> MeshHandle:
-        """This mesh for another program of the same ranks and groups. With `whole_batch` its data axis has one rank: every data
-        rank computes the whole batch, with random streams of its own, which all data ranks share. So it is with `context`, and
-        the data ranks are an axis of the program that shards sequences. With an `uneven_batch` of so many examples data ranks
-        have uneven shards of it."""
+    def for_variant(self, whole_batch: bool, uneven_batch: int = 0, context: int = 1) -> MeshHandle:
+        """This mesh for another program of the same ranks. With `whole_batch` its data axis has one rank: every data rank
+        computes the whole batch, with random streams of its own, which all data ranks share. With `context` the data axis is two:
+        so many neighbours share an example, and are an axis that shards its sequence. With an `uneven_batch` of so many examples
+        data ranks have uneven shards of it."""
         other = copy.copy(self)
-        if (whole_batch or context) and self.dp.size > 1:
+        if whole_batch and self.dp.size > 1:
+            other.axes = {name: 1 if name == DATA_AXIS else size for name, size in self.axes.items()}
             other.dp = AxisHandle(DATA_AXIS)
-            sequences = {CONTEXT_AXIS: replace(self.dp, name=CONTEXT_AXIS)} if context else {}
-            other.handles = {}
-            for name, handle in self.handles.items():
-                other.handles |= {DATA_AXIS: other.dp} | sequences if name == DATA_AXIS else {name: handle}
-            other.axes = {name: handle.size for name, handle in other.handles.items()}
-            for name, handle in sequences.items():
-                setattr(other, name, handle)
+            other.handles = self.handles | {DATA_AXIS: other.dp}
+            other.seed_offset = _WHOLE_BATCH
+            other.seed += _WHOLE_BATCH
+        if context > 1:
+            other.axes = self.divided_axes(context, (DATA_AXIS, CONTEXT_AXIS))
+            _, mesh = self._meshes(other.axes)
+            other.handles = {name: _handle(name, size, mesh) for name, size in other.axes.items()}
+            other.dp, other.cp = other.handles[DATA_AXIS], other.handles[CONTEXT_AXIS]
             other.seed_offset = _WHOLE_BATCH
             other.seed += _WHOLE_BATCH
         if uneven_batch:

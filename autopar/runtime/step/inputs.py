@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
 
 from ..comm.conversions import dtensor_placement, shard_of

@@ -91,7 +91,9 @@ def trains(name: str, force: str) -> list[str]:
         ("packed", "dp=4,tp=1,zero=1"),
         ("llama", "dp=2,tp=2"),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-            ("own", "dp=4,tp=1,pp=1,zero=2,micro_batches=2,recompute=selective,zero_group=0,sequence_parallel=0"), ("routed", "dp=4,ep=1,tp=1"), ("llama", "dp=4,tp=1,zero=3"),
+            ("own", "dp=4,tp=1,pp=1,zero=2,micro_batches=2,recompute=selective,zero_group=0,sequence_parallel=0"),
+            ("own", "dp=4,tp=1,pp=1,zero=3,micro_batches=1,recompute=full,zero_group=2,sequence_parallel=0"),
+            ("routed", "dp=4,ep=1,tp=1"), ("llama", "dp=4,tp=1,zero=3"),
             ("mixtral", "dp=4,tp=1,zero=2"), ("mixtral", "dp=2,tp=2"), ("deepseek_v3", "dp=4,tp=1,zero=3"),
             ("gpt2", "dp=4,tp=1,zero=1"),
         )),
@@ -103,7 +105,7 @@ def test_sequences_over_the_data_ranks(name: str, force: str, ranks: RankPool) -
 
 
 def answers_and_draws(force: str) -> tuple[bool, bool, bool]:
-    """On a rank: whether logits of one example in evaluation, generated tokens, and a step whose variants are proven are right."""
+    """On a rank: whether logits of one example in evaluation, by proven programs, and generated tokens are right."""
     torch.manual_seed(1)
     plain, (_, batch, _) = Language().double(), MODELS["own"]
     proven = autopar.parallelize(deepcopy(plain), sharding_wins(4), batch(8, 16, 0), force=force, cache=False, proof=True)
