@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,20 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return apply(_ScaleGradient, x, factor) if x.requires_grad else x
 
 
+def division_of(batch: int, ranks: int, micro_batches: int, uneven: bool) -> str:
+    """Return the words for what a program depends on beside the sizes: how a batch divides over data ranks and micro-batches.
+    `uneven`: where data ranks may have uneven shards."""
+
+    def parts_of(examples: int) -> int:
+        return max(parts for parts in range(1, micro_batches + 1) if examples % parts == 0)
+
+    if batch % ranks == 0:
+        parts = parts_of(batch // ranks)
+        return "micro-batches" if parts == micro_batches else f"{parts} micro-batches"
+    shared = f"by {gcd(batch, ranks)} of {ranks} data ranks"
+    return f"uneven, {shared}" if uneven and batch > ranks else f"{shared}, {parts_of(batch)} micro-batches"
+
+
 MakeVariant = Callable[[KeyedCall, nn.Module], VariantParts]
 
 
@@ -157,12 +172,7 @@ class Variants:
         program = self.first.program
         arguments = arguments_by_name(program, args, keywords)
         words, batch = call_leaves(program, arguments, times)
-        ranks = program.mesh.dp.size
-        division = "data ranks"
-        if batch % (ranks * program.micro_batches) == 0:
-            division = "micro-batches"
-        elif batch % ranks:
-            division = "uneven" if batch > ranks and self.first.step is None else "whole"
+        division = division_of(batch, program.mesh.dp.size, program.micro_batches, self.first.step is None)
         gradients = self.first.step is not None and torch.is_grad_enabled()
         outputs = self.outputs
         if outputs is None:

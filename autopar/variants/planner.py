@@ -26,6 +26,7 @@ from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Pipeline
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.operations.table import operation
 from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import Registry
@@ -51,7 +52,8 @@ Planned = tuple[Graph, Candidate]
 def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry, placed: Placed | None = None) -> Planned:
     """The graph and its candidate. Where the graph is that of the plan at other sizes, the plan's decisions hold; else they are
     solved for. Where a batch does not divide over the data ranks, their shards of it differ by one example; where the graph does
-    not allow that, each of them computes the whole (dp=1 in the candidate). `placed`: placements of inputs and results that are
+    not allow that, or there are too few examples, ranks that share an example shard its sequence (`CONTEXT_AXIS`), and else each
+    of them computes the whole (dp=1 in the candidate). `placed`: placements of inputs and results that are
     given, with which a batch is not split, nor in uneven shards.
 
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
@@ -61,9 +63,11 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     problems: list[str] = []
     same = None if placed else in_structure_of(graph, plan.graph)
     most = plan.candidate.mesh.size_of(DATA_AXIS)
+    local = any(operation(node.op).rank_statistics for block in graph.blocks for node in block.nodes)
+    shares_examples = plan.candidate.pipeline.stages == 1 and not local
     for data, parts in _divisions(graph, plan.candidate, split=not placed):
         makers: list[tuple[Graph | None, Callable[..., Planned]]] = [(same, _resized), (graph, partial(_solved, placed=placed))]
-        if data < most and plan.candidate.pipeline.stages == 1 and not placed:
+        if data < most and shares_examples and not placed:
             makers.insert(0, (graph, partial(_solved, context=most // gcd(graph.batch // parts, most))))
         for taken, make in makers:
             if taken is None:

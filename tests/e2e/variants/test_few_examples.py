@@ -124,3 +124,28 @@ def answers_and_draws(force: str) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("force", ["dp=4,tp=1,zero=1", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
 def test_evaluation_of_one_example(force: str, ranks: RankPool) -> None:
     assert ranks.run(answers_and_draws, force, world=4, timeout=300) == [(True, True, True)] * 4
+
+
+def in_any_order(force: str, orders: tuple[tuple[int, ...], ...]) -> None:
+    """On a rank: calls of many numbers of examples are right, whichever comes first and makes a program."""
+    for sizes in orders:
+        torch.manual_seed(1)
+        plain = Language().double()
+        parallel = autopar.parallelize(deepcopy(plain), sharding_wins(4), words(16, 16, 0), force=force, cache=False)
+        for number, size in enumerate(sizes):
+            losses = []
+            for each in (parallel, plain):
+                each.zero_grad()
+                result = each(**words(size, 16, number))
+                losses.append(result[-1] if isinstance(result, tuple) else result)
+                losses[-1].backward()
+            assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-9), (sizes, size)
+            same_gradients(parallel, plain)
+
+
+FOUR_PARTS = "dp=4,tp=1,pp=1,zero=2,micro_batches=4,recompute=selective,zero_group=0,sequence_parallel=0"
+
+
+@pytest.mark.parametrize(("force", "orders"), [("dp=4,tp=1", ((2, 1, 3, 6, 5),)), (FOUR_PARTS, ((2, 1, 8, 12, 4),))])
+def test_any_order(force: str, orders: tuple[tuple[int, ...], ...], ranks: RankPool) -> None:
+    ranks.run(in_any_order, force, orders, world=4, timeout=300)
