@@ -58,7 +58,20 @@ def by_row(ids: Tensor, document: Tensor) -> Tensor:
 
 
 def padded(ids: Tensor, document: Tensor) -> Tensor:
-    return four(ids, document) & (ids > 1)[:, None, None, :] | torch.eye(SIZE, dtype=torch.bool)
+    return four(ids, document) & (ids > 5)[:, None, None, :]
+
+
+def padded_by_length(ids: Tensor, document: Tensor) -> Tensor:
+    last = torch.arange(ids.shape[1], device=ids.device) < ids.shape[1] - 3
+    return by_position(ids, document) & (ids > 1)[:, None, None, :] & (last & (document[:1] < 3)[0])[None, None, None, :]
+
+
+def padded_or_own(ids: Tensor, document: Tensor) -> Tensor:
+    return padded(ids, document) | torch.eye(SIZE, dtype=torch.bool)
+
+
+def queries_alone(ids: Tensor, document: Tensor) -> Tensor:
+    return four(ids, document) & (ids > 1)[:, None, :, None]
 
 
 def later(ids: Tensor, document: Tensor) -> Tensor:
@@ -90,7 +103,10 @@ def check(mask: Mask) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("mask", [four, three, both_ways, one_for_all, by_position], ids=lambda mask: mask.__name__)
+WITHIN = [four, three, both_ways, one_for_all, by_position, padded, padded_by_length]
+
+
+@pytest.mark.parametrize("mask", WITHIN, ids=lambda mask: mask.__name__)
 def test_documents_are_operands(mask: Mask) -> None:
     graph = check(mask)
     assert attention_of(graph).op == "ap.attention_documents"
@@ -98,7 +114,7 @@ def test_documents_are_operands(mask: Mask) -> None:
     assert not any("explicit mask" in note for note in graph.notes)
 
 
-@pytest.mark.parametrize("mask", [by_row, padded, later, lower], ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("mask", [by_row, padded_or_own, queries_alone, later, lower], ids=lambda mask: mask.__name__)
 def test_other_conditions_stay_a_mask(mask: Mask) -> None:
     graph = check(mask)
     assert attention_of(graph).op != "ap.attention_documents"

@@ -4,6 +4,7 @@ and that the key does not come after the query.
 ``document[row] == document[column]`` of numbers ``[B or 1, S]``, under a causal band or ``position[column] <= position[row]``
 (position ids that restart, as transformers reads them): flex attention with a document mask and transformers' packed batches have
 this form, and a sliding window in either. The numbers become operands of the attention, and no tensor has the size of the scores.
+Keys that no query may see (padding, ``[B or 1, 1, 1, T]``) become keys of other documents: those of queries are even, theirs odd.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ Pair = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class DocumentMask:
     """The numbers of documents, and the positions of queries and keys where they are data; else a band by position `causal`, of
-    `window` keys before a query where there is one. The mask that was read has `rank` dimensions."""
+    `window` keys before a query where there is one. `visible` are conditions of keys alone. The mask that was read has `rank`
+    dimensions."""
 
     documents: Pair
     positions: Pair | None
     causal: bool
     rank: int
     window: int | None = None
+    visible: tuple[str, ...] = ()
 
 
 def document_mask(reader: MaskReader, name: str) -> DocumentMask | None:
@@ -48,14 +51,17 @@ def document_mask(reader: MaskReader, name: str) -> DocumentMask | None:
     equal = [pair for leaf in found.others if (pair := _compared(reader, leaf, rank, _EQUAL, ()))]
     ordered = [pair for leaf in found.others if (pair := _compared(reader, leaf, rank, _AT_LEAST, _AT_MOST))]
     windows = [each for leaf in found.others if (each := _window(reader, leaf, rank))]
-    if len(equal) != 1 or len(ordered) > 1 or len(equal) + len(ordered) + len(windows) != len(found.others):
+    mask = _four(reader.values[inside].shape, rank)
+    visible = tuple(leaf for leaf in found.others if _side(_four(reader.values[leaf].shape, rank), mask) == "column")
+    read = len(equal) + len(ordered) + len(windows) + len(visible)
+    if len(equal) != 1 or len(ordered) > 1 or read != len(found.others):
         return None
     window, right = found.band
     causal = right == 0
     if not causal and found.band != WHOLE or causal and ordered or any(pair not in ordered for pair, _ in windows):
         return None
     window = min((size for _, size in windows), default=window)
-    return DocumentMask(equal[0], ordered[0] if ordered else None, causal, rank, window)
+    return DocumentMask(equal[0], ordered[0] if ordered else None, causal, rank, window, visible)
 
 
 def _window(reader: MaskReader, name: str, rank: int) -> tuple[Pair, int] | None:
@@ -115,24 +121,40 @@ def document_operands(reader: MaskReader, mask: Node, form: DocumentMask) -> tup
     """Return the nodes, in the place of a mask, that compute the operands of attention within documents, and these operands:
     documents and positions of queries and of keys."""
     nodes: list[Node] = []
+    shapes: dict[str, Shape] = {}
+
+    def made(op: str, args: tuple[Arg, ...], shape: Shape, dtype: str) -> Ref:
+        name = f"{mask.name}_documents{len(nodes)}"
+        nodes.append(node_like(mask, op, args, name, shape, dtype, False))
+        shapes[name] = shape
+        return Ref(name)
 
     def number(source: str, length_at: int) -> Ref:
         value = reader.values[source]
         shape = _four(value.shape, form.rank)
-        name = f"{mask.name}_documents{len(nodes)}"
         flat = (shape[0], shape[length_at])
-        nodes.append(node_like(mask, "aten.reshape", (Ref(source), size_args(flat)), name, flat, value.dtype, False))
-        return Ref(name)
+        return made("aten.reshape", (Ref(source), size_args(flat)), flat, value.dtype)
+
+    def among_visible(documents: Ref, conditions: Sequence[str]) -> Ref:
+        """Return twice the number of each document, and one more for keys that are not visible."""
+        shape = shapes[documents.name]
+        even = found = made("aten.mul.Tensor", (documents, 2), shape, "int64")
+        odd = made("aten.add.Tensor", (even, 1), shape, "int64") if conditions else even
+        for each in conditions:
+            condition = number(each, 3)
+            shape = shape if shapes[condition.name][0] == 1 else shapes[condition.name]
+            found = made("aten.where.self", (condition, found, odd), shape, "int64")
+        return found
 
     def positions(length_at: int) -> Ref:
         length = mask.outputs[0].shape[length_at - 4]
-        name = f"{mask.name}_documents{len(nodes)}"
-        steps = node_like(mask, ARANGE, (0, *size_args((length,)), 1), f"{name}_steps", (length,), "int64", False)
-        row = node_like(mask, "aten.reshape", (Ref(steps.name), size_args((1, length))), name, (1, length), "int64", False)
-        nodes.extend((steps, row))
-        return Ref(name)
+        steps = made(ARANGE, (0, *size_args((length,)), 1), (length,), "int64")
+        return made("aten.reshape", (steps, size_args((1, length))), (1, length), "int64")
 
-    operands: list[Arg] = [number(form.documents[0], 2), number(form.documents[1], 3)]
+    queries, keys = number(form.documents[0], 2), number(form.documents[1], 3)
+    if form.visible:
+        queries, keys = among_visible(queries, ()), among_visible(keys, form.visible)
+    operands: list[Arg] = [queries, keys]
     if form.positions is not None:
         operands += [number(form.positions[0], 2), number(form.positions[1], 3)]
     elif form.causal:
