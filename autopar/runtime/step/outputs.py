@@ -143,14 +143,15 @@ def _as_dtensor(path: str, local: torch.Tensor, where: Mapping[str, str], progra
 
 def _simple_placements(local: torch.Tensor, where: dict[str, str], mesh: MeshHandle) -> tuple[torch.Tensor, dict[str, str]]:
     """Replace placements that DTensor cannot express simply: partial sums are reduced; strided (``S(2,3)``) and uneven shards are
-    gathered, and those of an axis of this program alone."""
+    gathered, and those of axes of this program alone (`MeshHandle.for_variant`)."""
     for name, text in where.items():
         if text.startswith("P") and mesh.axis(name).size > 1:
             local = convert(local, mesh.axis(name), f"{text} -> R")
         if text.startswith("P"):
             where[name] = "R"
     cut = {name: shard for name in mesh.axes if (shard := shard_of(where.get(name, "R")))}
-    odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares or name not in mesh.launched_axes}
+    own = {name for name in mesh.axes if mesh.launched_axes.get(name) != mesh.axis(name).size}
+    odd = {name for name, (_, count) in cut.items() if count > 1 or mesh.axis(name).shares or name in own}
     strided = {cut[name][0] for name in odd}
     names = [name for name, (dim, _) in cut.items() if dim in strided]
     first = next((number for number, name in enumerate(names) if name in odd), len(names))

@@ -114,6 +114,11 @@ def answers_and_draws(force: str) -> tuple[bool, bool, bool]:
     with torch.no_grad():
         logits = torch.equal(proven(**one)[0].round(decimals=9), plain(**one)[0].round(decimals=9))
         alone = torch.allclose(proven(x=one["x"]), plain(x=one["x"]), rtol=0, atol=1e-12)
+    two = batch(2, 30, 4)
+    placed = autopar.parallelize(
+        deepcopy(plain.train()), sharding_wins(4), batch(8, 16, 0), force=force, cache=False, outputs=("0:dtensor",)
+    )
+    alone &= torch.allclose(placed(**two)[0].full_tensor(), plain(**two)[0], rtol=0, atol=1e-12)
     language, _ = make_case(families()["llama"], torch.float64, 4)
     parallel = autopar.parallelize(deepcopy(language), sharding_wins(4), tokens(8, 16, 0), force=force, cache=False)
     prompt = tokens(1, 8, 5)["input_ids"]
