@@ -18,7 +18,7 @@ from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
-from .state.fsdp import reshard_all
+from .state.fsdp import begin_call, reshard_all
 from .state.materialize import State
 from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
@@ -84,7 +84,7 @@ class Calls:
         variant, training = self._variant(args, batch, training)
         inputs = self._inputs(variant.program, args, batch)
         if not in_backward():
-            reshard_all(self.program)  # a call without a backward left weights gathered, which may have changed since
+            begin_call(self.program)
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._step(variant, inputs, training)

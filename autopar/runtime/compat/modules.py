@@ -31,6 +31,21 @@ def reduce_gradients(module: Any) -> None:
         group.post_backward()
 
 
+def drop_failed_backward(root: nn.Module) -> None:
+    """Drop what FSDP2's modules in `root` keep of a backward that raised: its end stays queued, so that no later backward would
+    reduce gradients, and those that it did not reduce would be added to the next ones, which ``reset_iter_state`` leaves. Seen on
+    2.13.0."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if state._is_root and state._state_ctx.post_backward_final_callback_queued:
+                module.reset_iter_state()
+            for group in _param_groups(state):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+
+
 def _param_groups(state: Any) -> list[Any]:
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

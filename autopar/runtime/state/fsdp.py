@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..compat.modules import clear_forward_order
+from ..compat.modules import clear_forward_order, drop_failed_backward
 from ..module import BlockModule, Program, RootModule
 from .parameter_table import ParameterEntry
 
@@ -100,6 +100,13 @@ def reshard_all(program: Program) -> None:
     for module in program.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def begin_call(program: Program) -> None:
+    """Free the weights that a call without a backward left gathered, which may have changed since, and drop what a backward that
+    raised left."""
+    drop_failed_backward(program)
+    reshard_all(program)
 
 
 def hoist_shared(program: RootModule, entries: Mapping[str, ParameterEntry]) -> None:

@@ -183,9 +183,12 @@ class GradientBuckets:
         self.started, self.queued = [], False
 
     def reset(self) -> None:
-        """Begin a forward: drops what a backward that raised left."""
-        for bucket in self.started if self.queued or self.outlives_backward else ():
+        """Begin a forward: drops what a backward that raised left, in buckets that it filled in part too, and gradients of its
+        earlier micro-batches. What outlives a backward may be of the window before."""
+        for bucket in self.started if self.outlives_backward else self.buckets:
             bucket.clear()
+            for parameter in () if self.outlives_backward else bucket.members:
+                parameter.grad = None
         self.started, self.queued, self.accumulating = [], False, False
 
     def finish(self) -> None:

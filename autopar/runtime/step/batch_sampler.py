@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from math import inf
+from numbers import Integral
+from operator import index
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ LOGGER = logging.getLogger("autopar")
 
 LARGE_SHARE = 0.1
 """The share of examples that an epoch leaves out, or repeats, from which on it is a warning."""
+
+LONGEST = 2**31
+"""The longest example, far beyond memory: sums of padded lengths do not overflow."""
 
 
 class LengthBatchSampler(Sampler[list[int]]):
@@ -46,7 +51,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         """`lengths`: of every example, as `checked_lengths` returns them. `batch_size`: that of the global batch. `rank` of
         `num_replicas` is the place on the data axis. At most `programs` edges, which are multiples of `multiple`."""
         _check_sizes(len(lengths), batch_size, num_replicas, programs, multiple)
-        self.lengths, self.batch_size, self.rank, self.num_replicas = lengths, batch_size, rank, num_replicas
+        self.lengths, self.batch_size, self.rank, self.num_replicas = lengths, int(batch_size), rank, num_replicas
         self.shuffle, self.seed, self.drop_last, self.epoch, self.yielded = shuffle, seed, drop_last, 0, 0
         self.edges = length_edges(lengths, programs, multiple, batch_size)
         self.buckets = torch.bucketize(lengths, torch.tensor(self.edges))
@@ -124,14 +129,22 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that were yielded, on any number of ranks."""
+        order, places = state.get("order"), (state.get("epoch"), state.get("yielded"))
+        if not isinstance(order, Mapping):
+            raise StateError("this is not the state of a sampler by length: give load_state_dict what its state_dict returned")
         for name, value in self.order().items():
-            if state["order"].get(name) != value:
+            if order.get(name) != value:
                 raise StateError(
-                    f"the sampler was saved with {name}={state['order'].get(name)}, and has {name}={value}, which draws other "
+                    f"the sampler was saved with {name}={order.get(name)}, and has {name}={value}, which draws other "
                     "batches: make it with the same data and arguments (multiple= for the edges), or only call set_epoch"
                 )
-        self.epoch = state["epoch"]
-        self.yielded = self._start = state["yielded"]
+        epoch, yielded = (-1 if place is None or not hasattr(place, "__index__") else index(place) for place in places)
+        if epoch < 0 or not 0 <= yielded <= len(self):
+            raise StateError(
+                "the sampler was saved in epoch {!r} after {!r} batches, and an epoch has {}: count the batches of that epoch "
+                "alone".format(*places, len(self))
+            )
+        self.epoch, self.yielded, self._start = epoch, yielded, yielded
 
     def order(self) -> dict[str, Any]:
         """Return what the batches of an epoch depend on, which all ranks must have alike."""
@@ -196,23 +209,25 @@ def _with_one_more(cost: list[float], edges: list[int], ends: list[int], fewest:
 
 def checked_lengths(lengths: Iterable[int], dataset: Sized) -> torch.Tensor:
     """Return the lengths of the examples of a data set as int64. RuntimeProblem where they are not one positive integer each."""
-    try:
-        tensor = torch.as_tensor(lengths if hasattr(lengths, "__array__") else list(lengths)).cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        tensor = torch.empty(0, dtype=torch.float64)
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex() or tensor.dim() != 1:
+    try:  # by way of Python's integers: torch has no minimum of unsigned ones, and takes no arrays of negative strides
+        given = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+        numbers = [index(length) for length in given]
+    except (TypeError, ValueError, RuntimeError):
+        given = numbers = [True]
+    if any(isinstance(length, bool) for length in given):
         raise RuntimeProblem("lengths= takes one integer for each example: [len(example['input_ids']) for example in dataset]")
-    if len(tensor) != len(dataset):
-        raise RuntimeProblem(f"{len(tensor)} lengths for {len(dataset)} examples: give one for each, in their order")
-    if len(tensor) and int(tensor.min()) < 1:
-        place = int(tensor.argmin())
-        raise RuntimeProblem(f"example {place} has length {int(tensor[place])}: leave out examples without tokens")
-    return tensor.long()
+    if len(numbers) != len(dataset):
+        raise RuntimeProblem(f"{len(numbers)} lengths for {len(dataset)} examples: give one for each, in their order")
+    for length in (min(numbers), max(numbers)) if numbers else ():
+        if not 1 <= length <= LONGEST:
+            remedy = "leave out examples without tokens" if length < 1 else f"give lengths in tokens, of {LONGEST} at most"
+            raise RuntimeProblem(f"example {numbers.index(length)} has length {length}: {remedy}")
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _check_sizes(examples: int, batch_size: int, num_replicas: int, programs: int, multiple: int) -> None:
     for name, value in (("batch_size", batch_size), ("programs", programs), ("multiple", multiple)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, Integral) or value < 1:
             raise RuntimeProblem(f"{name}={value}: give a positive integer")
     if batch_size % num_replicas:
         raise RuntimeProblem(

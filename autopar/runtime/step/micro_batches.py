@@ -67,7 +67,8 @@ def _train(
                 torch.autograd.backward(loss, state.loss_scale.gradient(loss))
             losses.append(loss.detach())
         state.buckets.finish()
-    finally:
+    finally:  # where a micro-batch raised, a program without micro-batches may be next
+        prepare_backward(program.state_program, True)
         state.buckets.accumulating = False
     return sum_losses(losses)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, prepare, prepare_dropout, program
 from support.harness.rank_pool import RankPool
@@ -284,6 +285,37 @@ def test_calls_without_gradients_between_steps(model: str, ranks: RankPool) -> N
     found = ranks.run(calls_without_gradients, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)
     for said, difference, left in found:
         assert not said and difference < TOLERANCE and left == 0
+
+
+def second_backwards(text: str, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> list[Any]:
+    """On a rank: gradients of the step after a second backward was refused, and half of those of two where none is."""
+    torch._dynamo.reset()
+    parallel = parallel_model(text, state, compile="aot_eager")
+    parallel(**batch).backward()
+    with pytest.raises(RuntimeError, match="donated_buffer=False"):
+        parallel(**batch).backward(retain_graph=True)
+    for parameter in parallel.parameters():
+        parameter.grad = None
+    parallel(**batch).backward()
+    after = full_gradients(parallel)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False):
+        parallel = parallel_model(text, state, compile="aot_eager")
+        loss = parallel(**batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [after, {name: gradient / 2 for name, gradient in full_gradients(parallel).items()}]
+
+
+def test_a_second_backward_is_refused_or_right(ranks: RankPool) -> None:
+    """As the page says; the step after it has its gradients."""
+    prepared = prepare("gpt2")
+    plain = drawn_candidate(prepared.graph, mesh_of(dp=2), 0, zero=3, wild=0.0, precision=F64)
+    text = program_text(prepared.graph, plain)
+    for found in ranks.run(second_backwards, text, prepared.state, prepared.batch, world=2, timeout=200):
+        for gradients in found:
+            wrong = differences((prepared.expected.loss, gradients, {}, {}), prepared.expected, TOLERANCE, parameters=False)
+            assert not wrong, wrong[:5]
 
 
 def compiled_tensor_parallelism(text: str, state: Mapping[str, torch.Tensor], backend: str) -> float:

@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from autopar.runtime.errors import MismatchProblem, RuntimeProblem, StateError
 from autopar.runtime.step.batch_sampler import LengthBatchSampler, checked_lengths, length_edges
 
 WORDS = 32
+LENGTHS = [5, 9, 12, 3, 7, 8, 8, 2]
 
 
 def natural_lengths(count: int, *, median: int = 60, most: int = 256) -> Tensor:
@@ -163,6 +165,33 @@ def test_resumed_epochs_go_on() -> None:
         LengthBatchSampler(lengths.flip(0), batch_size=12).load_state_dict(state)
 
 
+@pytest.mark.parametrize("yielded", [26, -1, 2.5, None])
+def test_a_place_beyond_the_epoch_is_refused(yielded: Any) -> None:
+    """The steps of all epochs in the place of those of this one: nothing would be left of it."""
+    sampler = LengthBatchSampler(natural_lengths(300), batch_size=12)
+    assert len(sampler) < 26
+    with pytest.raises(StateError, match="count the batches of that epoch alone"):
+        sampler.load_state_dict({**sampler.state_dict(), "yielded": yielded})
+    with pytest.raises(StateError, match="not the state of a sampler by length"):
+        sampler.load_state_dict({"epoch": 1})
+    sampler.load_state_dict({**sampler.state_dict(), "yielded": torch.tensor(len(sampler))})
+    assert list(sampler) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(np.array(LENGTHS, dtype) for dtype in ("uint16", "uint32", "uint64", ">i4", "object")),
+        *(np.array(LENGTHS[::-1])[::-1], torch.tensor(LENGTHS, dtype=torch.uint16), map(np.uint16, LENGTHS), iter(LENGTHS)),
+    ],
+    ids=lambda given: f"{type(given).__name__} {getattr(given, 'dtype', '')}",
+)  # fmt: skip
+def test_lengths_of_any_kind(given: Any) -> None:
+    """torch has no minimum of unsigned integers, and takes no array of negative strides."""
+    assert checked_lengths(given, range(8)).tolist() == LENGTHS
+    assert LengthBatchSampler(checked_lengths(LENGTHS, range(8)), batch_size=np.int64(2)).state_dict()["order"]["batch_size"] == 2
+
+
 def test_it_says_what_padding_costs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autopar")
     LengthBatchSampler(natural_lengths(10_000), batch_size=32)
@@ -178,14 +207,12 @@ def test_it_says_what_padding_costs(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records[-1].levelname == "WARNING", "40 of 100 examples are left out"
 
 
-LENGTHS = [5, 9, 12, 3, 7, 8, 8, 2]
-
-
 @pytest.mark.parametrize(
     ("lengths", "options", "problem"),
     [
         ([*LENGTHS[:-1], 0], {}, "example 7 has length 0: leave out examples without tokens"),
         ([*LENGTHS[:-1], -3], {}, "example 7 has length -3"),
+        ([*LENGTHS[:-1], 2**62], {}, "example 7 has length 4611686018427387904: give lengths in tokens, of 2147483648 at most"),
         (LENGTHS[:-1], {}, "7 lengths for 8 examples: give one for each"),
         ([*LENGTHS[:-1], 2.0], {}, "lengths= takes one integer for each example"),
         (torch.tensor(LENGTHS).view(2, 4), {}, "lengths= takes one integer for each example"),
