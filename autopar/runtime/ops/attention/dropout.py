@@ -36,10 +36,14 @@ def attention_dropout(
 
 @contextmanager
 def _seeded(seed: int | Tensor, device: torch.device) -> Iterator[None]:
-    """Let torch's own generators begin at a seed, and go on after it as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(seed))
+    """Let torch's own generator of a device begin at a seed, and go on after it as if nothing had been drawn."""
+    own = torch.default_generator if device.type != "cuda" else torch.cuda.default_generators[device.index]
+    before = own.get_state()
+    own.manual_seed(int(seed))
+    try:
         yield
+    finally:
+        own.set_state(before)
 
 
 def _attend(
