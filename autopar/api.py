@@ -26,7 +26,7 @@ from autopar.errors import PlanMismatch, StateError
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
-from autopar.given_plan import batch_dims, check_float8, check_options, check_plan, cluster_of_plan, compiler_of
+from autopar.given_plan import batch_dims, check_float8, check_launch, check_options, check_plan, cluster_of_plan, compiler_of
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
@@ -48,7 +48,7 @@ from autopar.program.proof import require_proof
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.compat.modules import is_compiled
-from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.device.mesh import MeshHandle, launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
 from autopar.runtime.parallel import Parallel
@@ -58,11 +58,13 @@ from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.plain.plain_model import PlainModel, hooked_modules
 from autopar.runtime.pretrained.load import pretrained_source
 from autopar.runtime.state.weight_source import BroadcastSource, fill_missing, named_state
+from autopar.several_models import one_or_several
 from autopar.variants.maker import VariantMaker, on_first_rank
 
 __all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]
 
 
+@one_or_several
 def parallelize(
     model: nn.Module,
     cluster: str | Cluster,
@@ -129,6 +131,10 @@ def parallelize(
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
     target to the loss) puts the loss into the program, which then takes the target too: ``loss = parallel(x, target=y)``.
 
+    Several models that share the devices (``policy, reference = parallelize([policy, reference], cluster, [batch, batch])``) are
+    planned together, so that each leaves the others what they hold while it runs. A list is then one value for each model, of any
+    option.
+
     Calls of other kinds than the example inputs (another mode, other arguments, lengths or batch sizes) have programs of their
     own, which are captured and planned when they are first met, with the weights where they are.
 
@@ -148,7 +154,7 @@ def parallelize(
     )  # fmt: skip
     if example_inputs is not None:
         split_inputs(example_inputs)
-    _check_launch(cluster_named(cluster, processes=_launched()))
+    check_launch(cluster_named(cluster, processes=launched_processes()))
     if options.infers:
         model.eval().requires_grad_(False)
     if example_inputs is None:
@@ -160,7 +166,7 @@ def _build(
     model: nn.Module, named: str | Cluster, example_inputs: ExampleInputs, options: PlanOptions, run: RuntimeOptions
 ) -> Parallel:
     """The parallel model, once there are example inputs. `named` is the cluster as the user says it."""
-    cluster = cluster_named(named, processes=_launched())  # its size: rank 0 measures it once all processes are there
+    cluster = cluster_named(named, processes=launched_processes())  # its size: rank 0 measures it once all processes are there
     apply_patches()
     heartbeat = join(
         cluster.size, {cluster.name: cluster.size}, lambda rank: f"rank {rank}",
@@ -172,7 +178,7 @@ def _build(
     def chosen() -> Plan:
         fill_missing(model, tensors)
         if run.plan is None:
-            priced = cluster_named(named, cache_folder(), _launched(), say_measuring)
+            priced = cluster_named(named, cache_folder(), launched_processes(), say_measuring)
             LOGGER.info("planning %s for %s (at most %g s)", type(model).__name__, priced.name, options.time_limit_seconds)
             return plan_with(model, priced, example_inputs, options, cache=plan_folder() if run.cache else None)
         given = check_plan(run.plan, model, cluster, example_inputs, options.outputs, options.loss_fn)
@@ -261,21 +267,6 @@ class Deferred(Parallel):
 
 
 # -- the steps
-
-
-def _check_launch(cluster: Cluster) -> None:
-    """PlanMismatch where the launch does not have one process per device: before anything is measured, captured or joined."""
-    launched = _launched()
-    if launched != cluster.size:
-        raise PlanMismatch(
-            f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
-            f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
-        )
-
-
-def _launched() -> int:
-    """Processes of the run that this one is of."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _compare_models(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from autopar.ir.plan_file.plan_file import Plan
 from autopar.plan_inputs import ExampleInputs, registry, split_inputs
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
+from autopar.runtime.device.mesh import launched_processes
 from autopar.runtime.ops.float8 import float8_problem
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.solve.problem.pins import Constraints, why_disobeyed_pins
@@ -58,6 +59,16 @@ def check_options(
         raise PlanMismatch(
             f"the plan leaves {left / 2**30:.3g} GiB to other models, and those of beside= take {held_bytes / 2**30:.3g}: plan "
             "again with beside=, or leave it out"
+        )
+
+
+def check_launch(cluster: Cluster) -> None:
+    """PlanMismatch where the launch does not have one process per device: before anything is measured, captured or joined."""
+    launched = launched_processes()
+    if launched != cluster.size:
+        raise PlanMismatch(
+            f"the cluster {cluster.name} has {cluster.size} devices but {launched} processes were launched: "
+            f"use torchrun --nproc-per-node {cluster.size}, or name a cluster of {launched}"
         )
 
 

@@ -141,10 +141,13 @@ def subject(
     chosen = compute
     try:
         graph = planned if planned is not None else captured(compute)
-    except CaptureError:
+    except CaptureError as problem:
         if compute != "float64":
             raise
-        chosen, graph = "float32", captured("float32")  # it casts to float32 itself, and meets its own parameters
+        try:
+            chosen, graph = "float32", captured("float32")  # it casts to float32 itself, and meets its own parameters
+        except CaptureError:
+            raise problem from None  # what stands in the way in either dtype, not that a model in float64 meets float32
     lift = compute == "float64" and has_casts(graph)
     graph = lift_casts(graph) if lift else graph
     dtype = getattr(torch, master)

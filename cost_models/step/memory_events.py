@@ -79,11 +79,13 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The bytes by kind at the largest event, whose sum is the peak; `events` are all of the step."""
+    """The bytes by kind at the largest event, whose sum is the peak; `events` are all of the step. `held_bytes`: the most that
+    stays when its forward, a backward or the optimizer has ended: state, gradients, and what is saved for a backward."""
 
     event: MemoryEvent
     table: dict[str, float]
     events: tuple[MemoryEvent, ...] = ()
+    held_bytes: float = 0.0
 
 
 def peak_memory(
@@ -123,7 +125,9 @@ def peak_memory(
     peak = max(events, key=lambda event: event.total_bytes)
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
-    return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, events)
+    kept = max(event.gradients + event.activations for event in events) + _always_gathered(calls, root)
+    held = sum(fixed.values()) - base_bytes + (1 + slack) * kept
+    return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, events, held)
 
 
 def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:

@@ -38,6 +38,7 @@ class StageMemory:
     capacity_bytes: memory of the stage's devices.
     budget_bytes: the part of it that the plan may take; the rest is the margin.
     host_fits: there is room for offloaded optimizer state where it lies.
+    held_bytes: the most that stays between two calls of the program, which other models of the process have to leave to it.
     """
 
     table: dict[str, int]
@@ -49,6 +50,7 @@ class StageMemory:
     capacity_bytes: int = 0
     budget_bytes: int = 0
     host_fits: bool = True
+    held_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -95,7 +97,8 @@ def stage_memories(
     for each, device, traces in zip(stage_peaks(graph, candidate, cluster, traces_of, owned), devices, traces_of, strict=True):
         memory = _stage_memory(graph, traces, each.peak, each.calls)
         room = target is None or each.offloaded_bytes <= target.capacity_bytes
-        out.append(replace(memory, capacity_bytes=device.memory_bytes, budget_bytes=device.budget_bytes, host_fits=room))
+        budget, held = device.budget_bytes, round(each.peak.held_bytes)
+        out.append(replace(memory, capacity_bytes=device.memory_bytes, budget_bytes=budget, host_fits=room, held_bytes=held))
     return tuple(out)
 
 
@@ -130,6 +133,7 @@ def stage_peaks(
         if pipeline.weight_versions > 1:
             peak = _with_second_weight_version(peak, calls, root, stage + 1 < pipeline.stages, foreach)
             peak.table["slack"] = slack * sum(peak.table[kind] for kind in VARYING)
+            peak = replace(peak, held_bytes=sum(peak.table.values()) - base)
         offloaded = root.offloaded + sum(call.state.offloaded for call in calls)
         yield StagePeak(peak, tuple(index for each in states for index in each.calls), offloaded)
 

@@ -16,8 +16,7 @@ teacher, student = classifier(128), classifier(32)
 teacher.eval()
 for p in teacher.parameters():
     p.requires_grad = False
-teacher = autopar.parallelize(teacher, "local", example_inputs=(torch.zeros(16, 16),))  # autopar
-student = autopar.parallelize(student, "local", example_inputs=(torch.zeros(16, 16),))  # autopar
+teacher, student = autopar.parallelize([teacher, student], "local", [(torch.zeros(16, 16),), (torch.zeros(16, 16),)])  # autopar
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
 T, losses = 2.0, []
 for _step in range(4):

@@ -31,8 +31,7 @@ torch.manual_seed(0)
 chosen, rejected = torch.randint(0, 32, (4, 16, 12)), torch.randint(0, 32, (4, 16, 12))
 policy = LM()
 reference = copy.deepcopy(policy).requires_grad_(False).eval()
-policy = autopar.parallelize(policy, "local", example_inputs=(chosen[0],))  # autopar
-reference = autopar.parallelize(reference, "local", example_inputs=(chosen[0],))  # autopar
+policy, reference = autopar.parallelize([policy, reference], "local", [(chosen[0],), (chosen[0],)])  # autopar
 optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
 losses = []
 for good, bad in zip(chosen, rejected, strict=True):

@@ -8,8 +8,7 @@ import autopar  # autopar
 torch.manual_seed(0)
 G = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
 D = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
-G = autopar.parallelize(G, "local", example_inputs=(torch.zeros(16, 8),))  # autopar
-D = autopar.parallelize(D, "local", example_inputs=(torch.zeros(16, 16),))  # autopar
+G, D = autopar.parallelize([G, D], "local", [(torch.zeros(16, 8),), (torch.zeros(16, 16),)])  # autopar
 criterion = nn.BCEWithLogitsLoss()
 optim_g = torch.optim.Adam(G.parameters(), lr=2e-3, betas=(0.5, 0.999))
 optim_d = torch.optim.Adam(D.parameters(), lr=2e-3, betas=(0.5, 0.999))

@@ -215,6 +215,11 @@ def shut_down() -> None:
     time.sleep(_SETTLING_SECONDS)
 
 
+def launched_processes() -> int:
+    """Return the number of processes of the run that this one is of."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_process_group(
     size: int,
     axes: Mapping[str, int],
@@ -225,7 +230,7 @@ def join_process_group(
     """Join the process group and return this rank's device. LaunchProblem where another number of processes was launched, or
     one has not come after `join_seconds`. `connecting` is a context around the work that needs those that came."""
     words = " x ".join(f"{name}={count}" for name, count in axes.items())
-    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    launched = launched_processes()
     if launched != size:
         raise LaunchProblem(
             f"this program is for {size} processes ({words}) but {launched} were launched; "

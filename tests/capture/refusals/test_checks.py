@@ -5,6 +5,7 @@ PYTEST_DONT_REWRITE: assertions are looked for in the source.
 
 from __future__ import annotations
 
+import ast
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.capture.tracing.data import checks
 from autopar.errors import CaptureError
 
 CLASSES = 4
@@ -119,3 +121,24 @@ def inside_a_condition(x: Tensor) -> None:
 def test_what_decides_is_refused(check: Callable[[Tensor], object]) -> None:
     with pytest.raises(CaptureError, match=r"test_checks.py:\d+.*depends on the data of a tensor"):
         capture(Net(check), (torch.randn(6, 4),))
+
+
+def asks_often(x: Tensor) -> None:
+    for _ in range(20):
+        torch._check(x.argmax(-1).max().item() < CLASSES)
+
+
+def test_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2-VL asks thousands of times, from files of thousands of lines: its refusal took more than eight minutes."""
+    read: list[str] = []
+    parse = ast.parse
+
+    def parsed(source: str, *rest: object, **options: object) -> ast.AST:
+        read.append(source)
+        return parse(source, *rest, **options)  # type: ignore[call-overload,no-any-return]
+
+    checks._branches_of.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", parsed)
+        capture(Net(asks_often), (torch.randn(6, 4),))
+    assert len([each for each in read if "def asks_often" in each]) == 1

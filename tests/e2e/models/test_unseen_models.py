@@ -9,6 +9,7 @@ import pytest
 from support.harness.rank_pool import RankPool
 from support.models.unseen.catalog import specimen, unseen
 from support.models.unseen.names import NAMES
+from support.models.unseen.towers import towers
 from support.models.unseen.vision_language import reported
 from support.models.zoo.verified import verdict
 
@@ -21,6 +22,12 @@ REFUSED: Mapping[str, str] = {
     "LongformerForMaskedLM": _DATA,  # asks whether any token is global
     "DetrForObjectDetection": "mend the model",  # not in float64; in float32 its matcher is as the next one's
     "YolosForObjectDetection": "numpy",
+    "Qwen2VLForConditionalGeneration": _DATA,  # cuts the patches of all images where a tensor of their sizes says
+    "Qwen2_5_VLForConditionalGeneration": _DATA,  # as Qwen2-VL, and into windows
+    "SmolVLMForConditionalGeneration": _DATA,  # as Idefics3
+    "Idefics2ForConditionalGeneration": _DATA,  # as Idefics3
+    "Qwen2AudioForConditionalGeneration": _DATA,  # counts frames that a mask has
+    "SpeechT5ForTextToSpeech": _DATA,  # takes the loss of frames that a boolean index picks
     "SwitchTransformersForConditionalGeneration": "torch.compiler.is_compiling()",  # makes no mask where it thinks it is compiled
 }
 """Those that capture refuses, with why; the line names file, line and remedy."""
@@ -46,6 +53,6 @@ def test_one_equals_one_process(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES.split(), *reported()])
+@pytest.mark.parametrize("name", [*NAMES.split(), *reported(), *towers()])
 def test_each(name: str, ranks: RankPool) -> None:
     check(name, ranks)

@@ -12,6 +12,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -111,7 +112,9 @@ def _passing(frame: FrameType | None) -> tuple[str, bool] | None:
     if frame is None or user is None:
         return None
     span, calls = _asked(frame)
-    for statement in _statements(frame):
+    for statement in _branches(frame):
+        if isinstance(statement, ast.Try):
+            continue
         wanted = _wanted(statement)
         truth = None if wanted is None else _answer(statement.test, wanted, span, calls)
         if truth is not None:
@@ -167,16 +170,20 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
-def _tree(frame: FrameType) -> ast.AST:
+Branch = ast.If | ast.Assert | ast.Try
+
+
+def _branches(frame: FrameType) -> tuple[Branch, ...]:
+    """The conditions, assertions and ``try`` statements of a frame's file."""
+    return _branches_of("".join(linecache.getlines(frame.f_code.co_filename)))
+
+
+@lru_cache(maxsize=16)  # a model asks thousands of times, from a few files of thousands of lines
+def _branches_of(source: str) -> tuple[Branch, ...]:
     try:
-        return ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+        return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, Branch))
     except SyntaxError:
-        return ast.Module([], [])
-
-
-def _statements(frame: FrameType) -> list[ast.If | ast.Assert]:
-    """The conditions and assertions of a frame's file."""
-    return [node for node in ast.walk(_tree(frame)) if isinstance(node, (ast.If, ast.Assert))]
+        return ()
 
 
 def _wanted(statement: ast.If | ast.Assert) -> bool | None:
@@ -221,7 +228,7 @@ def _caught(frame: FrameType | None) -> bool:
     while frame is not None and not _calls_the_model(frame):
         if not _of_torch(frame):
             line = frame.f_lineno
-            tries = (node for node in ast.walk(_tree(frame)) if isinstance(node, ast.Try) and node.handlers)
+            tries = (node for node in _branches(frame) if isinstance(node, ast.Try) and node.handlers)
             if any(each.body[0].lineno <= line <= (each.body[-1].end_lineno or line) for each in tries):
                 return True
         frame = frame.f_back

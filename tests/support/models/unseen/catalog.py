@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from support.models.model_families import Batch, Family
 from support.models.unseen.sequences import sounds, time_series
 from support.models.unseen.texts import texts
+from support.models.unseen.towers import towers
 from support.models.unseen.vision import dense_vision, image_classes
 from support.models.unseen.vision_language import reported, vision_language
 
@@ -32,7 +33,7 @@ def doubled(batch: Any) -> Any:
 def specimen(name: str) -> tuple[nn.Module, Batch]:
     """The model in float64, and one batch of 4 examples."""
     torch.manual_seed(0)
-    family = (unseen() | reported())[name]
+    family = (unseen() | reported() | towers())[name]
     model = family.build().double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others have no kernel for float64 on a CPU
