@@ -123,7 +123,7 @@ def document_operands(reader: MaskReader, mask: Node, form: DocumentMask) -> tup
     nodes: list[Node] = []
     shapes: dict[str, Shape] = {}
 
-    def made(op: str, args: tuple[Arg, ...], shape: Shape, dtype: str) -> Ref:
+    def node_of(op: str, args: tuple[Arg, ...], shape: Shape, dtype: str) -> Ref:
         name = f"{mask.name}_documents{len(nodes)}"
         nodes.append(node_like(mask, op, args, name, shape, dtype, False))
         shapes[name] = shape
@@ -133,23 +133,23 @@ def document_operands(reader: MaskReader, mask: Node, form: DocumentMask) -> tup
         value = reader.values[source]
         shape = _four(value.shape, form.rank)
         flat = (shape[0], shape[length_at])
-        return made("aten.reshape", (Ref(source), size_args(flat)), flat, value.dtype)
+        return node_of("aten.reshape", (Ref(source), size_args(flat)), flat, value.dtype)
 
     def among_visible(documents: Ref, conditions: Sequence[str]) -> Ref:
         """Return twice the number of each document, and one more for keys that are not visible."""
         shape = shapes[documents.name]
-        even = found = made("aten.mul.Tensor", (documents, 2), shape, "int64")
-        odd = made("aten.add.Tensor", (even, 1), shape, "int64") if conditions else even
+        even = found = node_of("aten.mul.Tensor", (documents, 2), shape, "int64")
+        odd = node_of("aten.add.Tensor", (even, 1), shape, "int64") if conditions else even
         for each in conditions:
             condition = number(each, 3)
             shape = shape if shapes[condition.name][0] == 1 else shapes[condition.name]
-            found = made("aten.where.self", (condition, found, odd), shape, "int64")
+            found = node_of("aten.where.self", (condition, found, odd), shape, "int64")
         return found
 
     def positions(length_at: int) -> Ref:
         length = mask.outputs[0].shape[length_at - 4]
-        steps = made(ARANGE, (0, *size_args((length,)), 1), (length,), "int64")
-        return made("aten.reshape", (steps, size_args((1, length))), (1, length), "int64")
+        steps = node_of(ARANGE, (0, *size_args((length,)), 1), (length,), "int64")
+        return node_of("aten.reshape", (steps, size_args((1, length))), (1, length), "int64")
 
     queries, keys = number(form.documents[0], 2), number(form.documents[1], 3)
     if form.visible:
