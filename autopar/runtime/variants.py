@@ -136,6 +136,11 @@ class Variants:
         self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
+        self.adopt: Callable[[Program], None] = lambda program: None  # called with each new one
+
+    def different_programs(self) -> list[Program]:
+        """The first program and all others that are there, each once."""
+        return list(dict.fromkeys((self.first.program, *(each.program for each in self.programs.values()))))
 
     @property
     def frozen(self) -> FrozenReads:
@@ -235,6 +240,7 @@ class Variants:
         """Return the variant with the weights of the first one."""
         program = parts.program(mesh)
         lend_state(program, self.first.program, self.first.state)
+        self.adopt(program)
         step: PipelineStep | None = None
         if isinstance(program, PipelineProgram):
             if not isinstance(self.first.step, PipelineStep):
