@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from support.harness.comparison import different_numbers, different_tensors
 from support.harness.end_to_end import Prepared, prepare
@@ -178,9 +179,9 @@ def routed_batch_of(size: int) -> dict[str, Tensor]:
     return {key: x.double() if x.is_floating_point() else x for key, x in routed_batch(size).items()}
 
 
-def routed_parallel(model: RoutedMlp, **options: Any) -> Any:
-    pins = {name: {"ep": "S(0)"} for name in ("up", "down", "up_bias", "down_bias")}
-    return autopar.parallelize(model, "local:4", routed_batch_of(8), force="dp=2,ep=2", constrain=pins, cache=False, **options)
+def routed_parallel(model: RoutedMlp, zero: int = 0) -> Any:
+    pins, force = {name: {"ep": "S(0)"} for name in ("up", "down", "up_bias", "down_bias")}, f"dp=2,ep=2,zero={zero}"
+    return autopar.parallelize(model, "local:4", routed_batch_of(8), force=force, constrain=pins, cache=False)
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], kind: str = "state") -> None:
@@ -196,10 +197,10 @@ def refused(words: str, call: Callable[[], Any]) -> None:
         raise AssertionError(f"not refused: {words}")
 
 
-def script_on_rank(folder: str) -> None:
+def script_on_rank(folder: str, zero: int) -> None:
     """A user's script, beside the plain model."""
     plain = routed()
-    parallel = routed_parallel(routed())
+    parallel = routed_parallel(routed(), zero)
     mine, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (parallel, plain))
 
     def step(size: int = 8, between: Callable[[], Any] = lambda: None) -> None:
@@ -255,8 +256,14 @@ def script_on_rank(folder: str) -> None:
     parallel.save(folder, mine, step=1)
     assert parallel._expert_placement.orders
     fresh = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    files = parallel.save_pretrained(f"{folder}/weights")
+    same(safetensors.torch.load_file(files / "model.safetensors"), dict(plain.named_parameters()))
     parallel.load_full_state(dict(routed(1).state_dict()))
     same(parallel.full_state(), routed(1).state_dict())
+    parallel.load_pretrained(files)
+    same(parallel.full_state(), dict(plain.named_parameters()))
+    parallel.up.data = routed(1).up.data
+    same({"up": parallel.up.full_tensor()}, {"up": routed(1).up})
     assert parallel.load(folder, fresh).step == 1
     same(parallel.full_state(), dict(plain.named_parameters()))
     mine = fresh
@@ -279,8 +286,9 @@ def script_on_rank(folder: str) -> None:
     step()
 
 
-def test_a_script_with_accumulation_evaluation_and_states(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(script_on_rank, str(tmp_path), timeout=300)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_script_with_accumulation_evaluation_and_states(zero: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(script_on_rank, str(tmp_path), zero, timeout=300)
 
 
 def prices_on_rank() -> list[str]:
