@@ -50,6 +50,8 @@ def rebalance_experts(placement: ExpertPlacement, loads: Loads, prices: Any, ste
     mixtures, mesh = placement.mixtures(), placement.state.mesh
     if not mixtures:
         raise RuntimeProblem('no experts are sharded over a mesh axis, so none can move: plan with force="ep=2"')
+    if not (steps is None or isinstance(steps, (int, float)) and steps >= 0):
+        raise RuntimeProblem(f"steps={steps!r} is no number of steps in which a move has to pay: pass one, or None")
     numbers = _checked_loads(loads, mixtures)
     remedy = "pass the same loads and steps, those of parallel.expert_load(), on all ranks"
     require_agreement({"loads of experts": Stated(repr((numbers, steps)), remedy)}, mesh.describe)

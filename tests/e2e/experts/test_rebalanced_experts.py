@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,10 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.ir.plan import Pipeline
+from autopar.program.load import load_program
 from autopar.runtime.checkpoint.entry import load_checkpoint
+from autopar.runtime.state.expert_mixtures import _mixture_of
+from autopar.runtime.state.expert_rebalancing import assign_experts
 
 STEPS = 6
 SKEWED = ((90.0, 80.0, 1.0, 2.0, 30.0, 3.0, 4.0, 5.0), (1.0, 60.0, 3.0, 60.0, 70.0, 60.0, 2.0, 3.0))
@@ -312,6 +316,8 @@ def prices_on_rank() -> list[str]:
     parallel.rebalance_experts(loads, optimizer)
     for bad in (None, [], [[1.0] * 7], [[-1.0] * 8], [[0.0] * 8], [[float("nan")] * 8], [["a"] * 8], 3):
         refused("parallel.expert_load()", lambda bad=bad: parallel.rebalance_experts(bad, optimizer))  # type: ignore[misc]
+    for steps in (-1, "many"):
+        refused("is no number of steps", lambda steps=steps: parallel.rebalance_experts([SKEWED[0]], optimizer, steps=steps))  # type: ignore[misc]
     other = [float(torch.distributed.get_rank() + 1)] * 8
     refused("on all ranks", lambda: parallel.rebalance_experts([other], optimizer))
     factored = torch.optim.Adafactor(parallel.parameters(), lr=1e-2)
@@ -338,3 +344,27 @@ def whole_experts_on_rank() -> None:
 
 def test_experts_that_are_not_sharded(ranks: RankPool) -> None:
     ranks.run(whole_experts_on_rank, world=2, timeout=100)
+
+
+@pytest.mark.parametrize("ranks_", [1, 2, 4, 8])
+def test_assignments_are_orders_that_lower_the_load(ranks_: int) -> None:
+    draws = random.Random(ranks_)
+    for _ in range(200):
+        loads = tuple(draws.choice((0.0, 1.0, 5.0, 40.0, 90.0)) for _ in range(8))
+        before = tuple(draws.sample(range(8), 8))
+        after = assign_experts(loads, before, ranks_)
+        parts = [[order[at : at + 8 // ranks_] for at in range(0, 8, 8 // ranks_)] for order in (before, after)]
+        busiest, now = (max(sum(loads[expert] for expert in part) for part in order) for order in parts)
+        assert sorted(after) == list(range(8)) and (now < busiest or after == before)
+        for own, other in zip(*parts, strict=True):
+            assert all(one == two for one, two in zip(own, other, strict=True) if one in other), "they moved"
+        assert assign_experts(loads, after, ranks_) == after
+
+
+def test_weights_that_are_read_elsewhere_too_are_no_experts() -> None:
+    text = text_of(prepare("routed"), "dispatched, ep=4")
+    line = next(line for line in text.splitlines() if "= C.moe_experts_wait(" in line)
+    for more, found in (("", True), ("penalty = self.up.sum()", False)):
+        block = load_program(text.replace(line, f"{line}\n        {more}")).Main
+        mixture = _mixture_of(block)
+        assert mixture == ("ep", ["up", "down", "up_bias", "down_bias"]) if found else mixture is None, more
