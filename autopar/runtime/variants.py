@@ -136,7 +136,7 @@ class Variants:
         self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
-        self.adopt: Callable[[Program], None] = lambda program: None  # called with each new one
+        self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
 
     def different_programs(self) -> list[Program]:
         """The first program and all others that are there, each once."""
@@ -187,7 +187,9 @@ class Variants:
         together."""
         modes, training = self._program_modes(call.key.modes)
         call = call._replace(key=call.key._replace(modes=modes))
-        return (self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)), training
+        variant = self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)
+        self.adopt(variant.program)
+        return variant, training
 
     def _program_modes(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
         """Return the modes in which the program of a call is captured, and the one in which it runs: a program without another
@@ -240,7 +242,6 @@ class Variants:
         """Return the variant with the weights of the first one."""
         program = parts.program(mesh)
         lend_state(program, self.first.program, self.first.state)
-        self.adopt(program)
         step: PipelineStep | None = None
         if isinstance(program, PipelineProgram):
             if not isinstance(self.first.step, PipelineStep):

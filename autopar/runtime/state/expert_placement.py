@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -45,19 +46,17 @@ class ExpertPlacement:
         self.optimizers: list[Optimizer] = []
         self._hooks: list[Any] = []
         self._watching: list[Any] | None = None
+        self._ready = WeakSet[Program]()  # the programs that find the experts where they are now
 
     def mixtures(self) -> list[ExpertMixture]:
-        """The mixtures of all stages that can be placed, in the model's order: each program takes their weights as experts
+        """The mixtures of all stages that can be placed, in the model's order: the first program takes their weights as experts
         only."""
-        first, *others = self.programs()
-        every = [list(expert_mixtures(program)) for program in (first, *others)]
+        first, mesh, shared = self.programs()[0], self.state.mesh, self.state.index.shared
+        own = list(expert_mixtures(first))
         return [
-            mixture
-            for mixture, _ in every[0]
-            if self.state.mesh.axis(mixture.axis).size > 1
-            and not self.state.index.shared.intersection(mixture.names)
-            and all(_takes(program, own, mixture) for program, own in zip((first, *others), every, strict=True))
-        ]
+            each for each, _ in own
+            if mesh.axis(each.axis).size > 1 and shared.isdisjoint(each.names) and _takes(first, own, each)
+        ]  # fmt: skip
 
     def place(self, orders: Mapping[str, ExpertOrder]) -> None:
         """Exchange experts until the mixtures have these orders, or that of the model. All ranks call it between steps."""
@@ -65,6 +64,7 @@ class ExpertPlacement:
         self.check(mixtures)
         if orders and self._watching is None:
             self._watching = around_optimizer_steps(self, before=_before_step)
+        self._ready = WeakSet()
         blocks = [pair for program in self.programs() for pair in expert_mixtures(program)] if mixtures else []
         for mixture in mixtures:
             before, after = self.order(mixture), orders.get(mixture.names[0], tuple(range(mixture.experts)))
@@ -155,13 +155,16 @@ class ExpertPlacement:
         block.mesh = mesh
 
     def adopt(self, program: Program) -> None:
-        """Let another program of the same weights find the experts. StateError where it computes with them in another way."""
-        own = list(expert_mixtures(program)) if self.orders else []
-        for mixture in self.mixtures() if self.orders else ():
+        """Let a program that is about to run find the experts. StateError where it computes with them in another way."""
+        if not self.orders or program in self._ready:
+            return
+        own = list(expert_mixtures(program))
+        for mixture in self.mixtures():
             if mixture.names[0] in self.orders and not _takes(program, own, mixture):
-                raise StateError(f"this call computes with {mixture.names[0]} in another way than training does: {_RESTORE}")
+                raise StateError(f"this call gathers {mixture.names[0]}, whose experts were placed anew: {_RESTORE}")
         for mixture, block in own:
             self._set_slots(mixture, block)
+        self._ready.add(program)
 
     # -- optimizers and what is in the model's order
 

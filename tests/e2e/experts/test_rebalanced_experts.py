@@ -33,6 +33,7 @@ from autopar.program.load import load_program
 from autopar.runtime.checkpoint.entry import load_checkpoint
 from autopar.runtime.state.expert_mixtures import _mixture_of
 from autopar.runtime.state.expert_rebalancing import assign_experts
+from autopar.runtime.state.lend import lend_state
 
 STEPS = 6
 SKEWED = ((90.0, 80.0, 1.0, 2.0, 30.0, 3.0, 4.0, 5.0), (1.0, 60.0, 3.0, 60.0, 70.0, 60.0, 2.0, 3.0))
@@ -335,6 +336,29 @@ def test_only_what_pays_moves(ranks: RankPool) -> None:
     assert "stay where they are" in said[0] and "no move is predicted to pay within 0 steps" in said[0]
     assert "no order has less load" in said[1]
     assert "the experts of 1 of 1 layers are placed anew" in said[2] and "ms a step instead of" in said[2]
+
+
+def gathering_on_rank(text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    """Another program of the same weights that gathers the experts runs in the model's order only."""
+    parallel = parallel_model(text, state)
+    parallel.rebalance_experts([[9.0, 8.0, 1.0, 2.0]], steps=None)
+    placement = parallel._expert_placement
+    line = next(line for line in text.splitlines() if "= C.moe_experts_wait(" in line)
+    for more, fits in (("", True), ("penalty = self.up.sum()", False)):
+        other = load_program(text.replace(line, f"{line}\n        {more}")).Program(parallel.program.mesh)
+        lend_state(other, parallel.program, parallel.state)
+        if fits:
+            placement.adopt(other)
+            assert abs(other(**batch).item() - parallel(**batch).item()) < 1e-12
+        else:
+            refused("restore_experts() before", lambda other=other: placement.adopt(other))  # type: ignore[misc]
+            parallel.restore_experts()
+            placement.adopt(other)
+
+
+def test_programs_that_gather_the_experts_are_refused(ranks: RankPool) -> None:
+    prepared = prepare("routed")
+    ranks.run(gathering_on_rank, text_of(prepared, "dispatched, dp=2,ep=2", zero=0), prepared.state, prepared.batch, timeout=100)
 
 
 def whole_experts_on_rank() -> None:
