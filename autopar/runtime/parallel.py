@@ -202,6 +202,7 @@ class Parallel(ShardedModule):
         between steps)."""
         with self._watch("restoring the order of experts"):
             self._expert_placement.restore()
+        vars(self)["cache_record"] = CacheRecord()  # a refusal may have been that of places of experts
 
     # -- batches
 
