@@ -22,7 +22,7 @@ from ..compat.collectives import all_to_all_rows, wait_tensor
 from ..compat.dtensor import local_of
 from ..compat.hooks import around_optimizer_steps
 from ..device.mesh import BlockMesh
-from ..errors import StateError
+from ..errors import PlacementProblem
 from ..module import BlockModule, Program
 from .expert_mixtures import ExpertMixture, expert_mixtures
 from .layout import gather_zero, zero_shard
@@ -78,7 +78,7 @@ class ExpertPlacement:
     def check(self, mixtures: Sequence[ExpertMixture]) -> None:
         """Refuse on all ranks what cannot move, before anything does."""
         mesh, held = self.state.mesh, {}
-        with refused_together(mesh.describe):
+        with refused_together(mesh.describe, problem=PlacementProblem):
             for mixture in mixtures:
                 held[mixture.names[0]] = [f"{name} {key}" for name, key, _ in self.tensors(mixture)]
         remedy = "call backward, and pass the same optimizers, on all ranks"
@@ -97,7 +97,7 @@ class ExpertPlacement:
                     if isinstance(value, DTensor) and _placed(value) == _placed(parameter):
                         yield name, key, value
                     elif value.numel() > 1 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple, dict)):
-                        raise StateError(
+                        raise PlacementProblem(
                             f"{key} of {type(optimizer).__name__} is not placed like {name}, whose experts cannot move: take an "
                             "optimizer whose state is like the parameters (AdamW, SGD), or leave the experts where they are"
                         )
@@ -155,13 +155,13 @@ class ExpertPlacement:
         block.mesh = mesh
 
     def adopt(self, program: Program) -> None:
-        """Let a program that is about to run find the experts. StateError where it computes with them in another way."""
+        """Let a program that is about to run find the experts. PlacementProblem where it computes with them in another way."""
         if not self.orders or program in self._ready:
             return
         own = list(expert_mixtures(program))
         for mixture in self.mixtures():
             if mixture.names[0] in self.orders and not _takes(program, own, mixture):
-                raise StateError(f"this call gathers {mixture.names[0]}, whose experts were placed anew: {_RESTORE}")
+                raise PlacementProblem(f"this call gathers {mixture.names[0]}, whose experts were placed anew: {_RESTORE}")
         for mixture, block in own:
             self._set_slots(mixture, block)
         self._ready.add(program)
@@ -175,7 +175,7 @@ class ExpertPlacement:
             if any(optimizer is each for each in self.optimizers):
                 continue
             if not placed and any(id(parameter) in moved and value for parameter, value in optimizer.state.items()):
-                raise StateError(
+                raise PlacementProblem(
                     f"this {type(optimizer).__name__} has state of experts from before they were placed anew: call "
                     "parallel.restore_experts(), and pass it to parallel.rebalance_experts(loads, optimizer)"
                 )
@@ -188,7 +188,7 @@ class ExpertPlacement:
     def refuse_state_dict(self, *_: Any) -> None:
         """Refuse state dicts of DTensors, which would have the experts in the order of the ranks."""
         if self.orders:
-            raise StateError(
+            raise PlacementProblem(
                 "the experts were placed anew, and DTensors have them in that order: use parallel.save and load, full_state and "
                 f"full_optimizer_state, or {_RESTORE}"
             )

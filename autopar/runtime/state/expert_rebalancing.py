@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.agreement import Stated, gather, require_agreement
-from ..errors import RuntimeProblem
+from ..comm.agreement import Stated, gather, refused_together, require_agreement
+from ..errors import PlacementProblem
 from ..ops.expert_load import MeasuredExpertLoad
 from .expert_mixtures import ExpertMixture
 from .expert_placement import ExpertOrder, ExpertPlacement
@@ -48,11 +48,8 @@ def rebalance_experts(placement: ExpertPlacement, loads: Loads, prices: Any, ste
     """Place the experts of layers in which that pays within `steps` (None: wherever it lowers the load), by the `prices` of the
     plan (`explain.expert_prices`; None: without). All ranks call it."""
     mixtures, mesh = placement.mixtures(), placement.state.mesh
-    if not mixtures:
-        raise RuntimeProblem('no experts are sharded over a mesh axis, so none can move: plan with force="ep=2"')
-    if not (steps is None or isinstance(steps, (int, float)) and steps >= 0):
-        raise RuntimeProblem(f"steps={steps!r} is no number of steps in which a move has to pay: pass one, or None")
-    numbers = _checked_loads(loads, mixtures)
+    with refused_together(mesh.describe, problem=PlacementProblem):
+        numbers = _checked_loads(loads, mixtures, steps)
     remedy = "pass the same loads and steps, those of parallel.expert_load(), on all ranks"
     require_agreement({"loads of experts": Stated(repr((numbers, steps)), remedy)}, mesh.describe)
     placement.check(mixtures)
@@ -81,11 +78,15 @@ def rebalance_experts(placement: ExpertPlacement, loads: Loads, prices: Any, ste
     return out
 
 
-def _checked_loads(loads: Any, mixtures: Sequence[ExpertMixture]) -> list[tuple[float, ...]]:
-    """Return a number for each expert of each mixture. RuntimeProblem where they do not fit."""
+def _checked_loads(loads: Any, mixtures: Sequence[ExpertMixture], steps: Any) -> list[tuple[float, ...]]:
+    """Return a number for each expert of each mixture. PlacementProblem where they, or the steps, do not fit."""
+    if not mixtures:
+        raise PlacementProblem('no experts are sharded over a mesh axis, so none can move: plan with force="ep=2"')
+    if not (steps is None or isinstance(steps, (int, float)) and steps >= 0):
+        raise PlacementProblem(f"steps={steps!r} is no number of steps in which a move has to pay: pass one, or None")
     each = [load.by_expert if isinstance(load, MeasuredExpertLoad) else load for load in loads] if _is_list(loads) else []
     if len(each) != len(mixtures):
-        raise RuntimeProblem(
+        raise PlacementProblem(
             f"loads of {len(each)} mixtures of experts for {len(mixtures)} whose experts can move: pass those of "
             "parallel.expert_load() of a whole step, or a list of numbers of tokens for each mixture"
         )
@@ -93,7 +94,7 @@ def _checked_loads(loads: Any, mixtures: Sequence[ExpertMixture]) -> list[tuple[
         fine = _is_list(load) and len(load) == mixture.experts
         fine = fine and all(isinstance(number, (int, float)) and number >= 0 and isfinite(number) for number in load)
         if not fine or not sum(load):
-            raise RuntimeProblem(
+            raise PlacementProblem(
                 f"the load of {mixture.layer} is not a list of {mixture.experts} numbers of tokens, not negative and not all 0: "
                 "pass what parallel.expert_load() counted"
             )
