@@ -23,6 +23,7 @@ from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
+from autopar.explain.expert_prices import ExpertPrices
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
@@ -211,6 +212,7 @@ def _build(
             plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
             plan=agreed, predicted_step=partial(predicted_step, agreed, bool(compiler)),
+            expert_prices=ExpertPrices(agreed, bool(compiler)),
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch

@@ -84,6 +84,12 @@ class AttributeProblem(RuntimeProblem, AttributeError):
     """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 
 
+class PlacementProblem(StateError):
+    """Experts that cannot be placed anew, or a use of them that does not find them where they are."""
+
+    on_all_ranks = True
+
+
 class CheckpointProblem(StateError):
     """A checkpoint that cannot be saved or loaded; all ranks raise it."""
 

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
+from .checkpoint.held import Optimizers, as_optimizers
 from .comm.agreement import Stated, program_digest, require_agreement
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
@@ -31,6 +32,8 @@ from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
+from .state.expert_placement import ExpertPlacement
+from .state.expert_rebalancing import ExpertRebalancing, Loads, rebalance_experts
 from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
@@ -56,6 +59,7 @@ class Parallel(ShardedModule):
     cache_record: CacheRecord
     compiler: str | bool | Callable[..., Any]
     predicted_step: Predict | None
+    expert_prices: Any
 
     def __init__(
         self,
@@ -72,13 +76,15 @@ class Parallel(ShardedModule):
         make_variant: MakeVariant | None = None,
         plan: Any = None,
         predicted_step: Predict | None = None,
+        expert_prices: Any = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
         in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
-        other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step`.
+        other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step` and
+        `expert_prices`.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -114,6 +120,9 @@ class Parallel(ShardedModule):
         variants = None
         if plain is not None and make_variant is not None:
             variants = Variants(first, make_variant, plain, tuple(node.training for node in nodes), compiler)
+        experts = ExpertPlacement(state, lambda: [program] if variants is None else variants.different_programs())
+        if variants is not None:
+            variants.adopt = experts.adopt
         assignments = Assignments(self, state, plain)
         calls = Calls(
             first, variants, watch, StepChecks(program, state, check_every), assignments,
@@ -124,6 +133,7 @@ class Parallel(ShardedModule):
             program=program, state=state, plain=plain, pipeline_step=step, variants=variants, calls=calls, _watch=watch,
             heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), transfers={}, measurement=None,
             cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
+            _expert_placement=experts, expert_prices=expert_prices,
         )  # fmt: skip
 
     # -- the step
@@ -173,6 +183,26 @@ class Parallel(ShardedModule):
         if self.pipeline_step is not None:
             raise RuntimeProblem("the load of experts is not counted in a pipeline; plan without one (pp=1) to look at it")
         return expert_load(self.program.mesh.device, self.program.micro_batches)
+
+    def rebalance_experts(self, loads: Loads, optimizer: Optimizers = None, *, steps: int | None = 1000) -> ExpertRebalancing:
+        """Place the experts of each mixture anew on the ranks of their axis by the `loads`, those of `expert_load` or a list of
+        tokens by expert for each mixture, where that is predicted to pay for the move within so many `steps` (None: wherever the
+        busiest rank gets less). Their weights, gradients and the state of the optimizer (or of several) move; results, full
+        states and checkpoints are as before. Call it between steps, on all ranks."""
+        if self.calls.first.overlaps_steps:
+            raise RuntimeProblem("experts do not move while steps overlap: plan with weight_versions=1")
+        if steps is not None and self.expert_prices is None:
+            raise RuntimeProblem("an exported program has no prices: pass steps=None to place experts by their loads alone")
+        with self._watch("rebalancing experts"):
+            self._expert_placement.know(as_optimizers(optimizer))
+            return rebalance_experts(self._expert_placement, loads, self.expert_prices, steps)
+
+    def restore_experts(self) -> None:
+        """Bring the experts back to where they were before `rebalance_experts`: into the model's order (all ranks must call,
+        between steps)."""
+        with self._watch("restoring the order of experts"):
+            self._expert_placement.restore()
+        vars(self)["cache_record"] = CacheRecord()  # a refusal may have been that of places of experts
 
     # -- batches
 
@@ -287,6 +317,7 @@ def _copied(parallel: Parallel) -> Parallel:
         kind(parallel.program.mesh), source, compile=parallel.compiler, form=parallel.calls.first.form, plain=plain,
         patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
         check_batch_every=parallel.calls.check_batch_every, check_every=parallel.calls.checks.every, plan=parallel.plan,
+        expert_prices=parallel.expert_prices,
         make_variant=None if parallel.variants is None else parallel.variants.make,
     )  # fmt: skip
     if parallel.variants is not None and out.variants is not None:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
-from .checkpoint.held import HeldState, Optimizers, held_by_parallel
+from .checkpoint.held import HeldState, Optimizers, as_optimizers, held_by_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
 from .comm.heartbeat import Heartbeat
@@ -31,6 +31,7 @@ from .plain.plain_model import PlainModel
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
+from .state.expert_placement import ExpertPlacement
 from .state.gradient import clip_gradients, stand_in
 from .state.materialize import State
 from .state.offload_optimizer import offload_optimizer
@@ -76,6 +77,7 @@ class ShardedModule(TreeNode):
     calls: Calls
     _watch: WatchedWork
     assignments: Assignments
+    _expert_placement: ExpertPlacement
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
@@ -113,6 +115,7 @@ class ShardedModule(TreeNode):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
+        self._expert_placement.refuse_state_dict()
         state = super().state_dict(*args, **kwargs)
         if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
             return state
@@ -127,6 +130,7 @@ class ShardedModule(TreeNode):
             )
         full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
         if self.plain is None or not full:
+            self._expert_placement.refuse_state_dict()
             return super().load_state_dict(state_dict, strict)
         missing, unexpected = self.plain.unfit_keys(state_dict)
         if strict and (missing or unexpected):
@@ -194,6 +198,7 @@ class ShardedModule(TreeNode):
         (all ranks must call)."""
         with self._watch("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+            self._expert_placement.know([optimizer], placed=True)
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
         """Keep the optimizer's state in host memory (pinned on CUDA) between its steps. A step copies it to the device and back
@@ -218,7 +223,7 @@ class ShardedModule(TreeNode):
         it, and so do ``.wait()`` of what is returned and `shut_down`; they raise CheckpointProblem on all ranks where it could
         not be written, and then the one before is the newest. All ranks must call."""
         self.calls.check_steps_ended("save")
-        with self._watch("saving a checkpoint"):
+        with self._watch("saving a checkpoint"), self._expert_placement.in_model_order(as_optimizers(optimizer)):
             return self.checkpoints.save(
                 self._held(), folder, optimizer, self.state.mesh.describe,
                 step=step, extra=extra, keep=keep, asynchronous=asynchronous,
@@ -235,7 +240,7 @@ class ShardedModule(TreeNode):
         optimizer and the random state. Returns its step and `extra`; None where the folder has no checkpoint. One that is damaged
         is passed over with a warning. All ranks must call."""
         self.calls.check_steps_ended("load")
-        with self._watch("loading a checkpoint"):
+        with self._watch("loading a checkpoint"), self._expert_placement.in_model_order(as_optimizers(optimizer)):
             return self.checkpoints.load(self._held(), folder, optimizer, self.state.mesh.describe, step=step)
 
     def _held(self) -> HeldState:
@@ -298,7 +303,7 @@ class ShardedModule(TreeNode):
     ) -> TransferPlan:
         state, options = self.state, {"dtype": dtype, "memory_bytes": memory_bytes} if sends else {}
         key = address, sends
-        with self._watch("sending weights" if sends else "receiving weights"):
+        with self._watch("sending weights" if sends else "receiving weights"), self._expert_placement.in_model_order():
             if key in self.transfers and self.transfers[key].connection is not None:
                 self.transfers[key].check_options(options)
             else:

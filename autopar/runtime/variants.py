@@ -152,6 +152,11 @@ class Variants:
         self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
+        self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
+
+    def different_programs(self) -> list[Program]:
+        """The first program and all others that are there, each once."""
+        return list(dict.fromkeys((self.first.program, *(each.program for each in self.programs.values()))))
 
     @property
     def frozen(self) -> FrozenReads:
@@ -193,7 +198,9 @@ class Variants:
         together."""
         modes, training = self._program_modes(call.key.modes)
         call = call._replace(key=call.key._replace(modes=modes))
-        return (self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)), training
+        variant = self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)
+        self.adopt(variant.program)
+        return variant, training
 
     def _program_modes(self, modes: tuple[bool, ...]) -> tuple[tuple[bool, ...], bool]:
         """Return the modes in which the program of a call is captured, and the one in which it runs: a program without another

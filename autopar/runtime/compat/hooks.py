@@ -82,7 +82,7 @@ def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> 
 def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
     """Let ``.item()`` of a partial number of a DTensor (a norm, a sum) be that of the whole tensor: on 2.13.0 it is this rank's
     part, without a word. All ranks of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`,
-    which is told what they are."""
+    which is told what they are. A tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
     usual: Any = DTensor.full_tensor
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
@@ -90,8 +90,10 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
             return op(whole(args[0]).to_local(), *args[1:], **kwargs)
 
     def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        order = self.__dict__.get("autopar_order")
         with watching(".full_tensor()"):
-            return usual(self, *args, **kwargs)
+            full = usual(self, *args, **kwargs)
+        return full if order is None else full.index_select(0, order.argsort())
 
     hooks = ExitStack()
     hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))

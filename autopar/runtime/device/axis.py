@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,13 +10,15 @@ import torch
 @dataclass(frozen=True)
 class AxisHandle:
     """A mesh axis as this rank sees it. `coordinate` is its place on the axis; `group_name` is empty where the axis has one rank.
-    `shares`: the examples of each rank, where the axis shards the batch unevenly."""
+    `shares`: the examples of each rank, where the axis shards the batch unevenly. `slots`: where a block has its experts in
+    another order than the model, the slot of each expert, and of dropped copies (`state.expert_placement`)."""
 
     name: str
     size: int = 1
     coordinate: int = 0
     group_name: str = ""
     shares: tuple[int, ...] = ()
+    slots: torch.Tensor | None = field(default=None, compare=False)
 
     def divides(self, extent: int) -> bool:
         """Return whether the axis can shard a dimension of this size."""

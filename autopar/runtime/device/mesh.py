@@ -181,6 +181,16 @@ class MeshHandle:
         seed_stream.restart()
 
 
+class BlockMesh:
+    """The mesh as one block sees it: some of its axes have handles of their own."""
+
+    def __init__(self, mesh: MeshHandle, handles: Mapping[str, AxisHandle]) -> None:
+        vars(self).update(handles, mesh=mesh)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["mesh"], name)
+
+
 def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
     if size == 1:
         return AxisHandle(name)

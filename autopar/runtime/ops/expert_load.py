@@ -15,11 +15,13 @@ from ..compat.autograd import in_backward
 
 @dataclass(frozen=True)
 class ComputedCopies:
-    """The work of this rank in one call: the `copies` of its experts, the first of which is expert `first` of `total`."""
+    """The work of this rank in one call: the `copies` of its experts, which are in the slots from `first` on of `total`. `slots`:
+    the slot of each expert where that is not its number."""
 
     first: int
     total: int
     copies: tuple[int, ...]
+    slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class MeasuredExpertLoad:
 _recorded: ContextVar[list[ComputedCopies] | None] = ContextVar("recorded_copies", default=None)
 
 
-def record_copies(first: int, total: int, bounds: Sequence[int]) -> None:
+def record_copies(first: int, total: int, bounds: Sequence[int], slots: torch.Tensor | None = None) -> None:
     """Record a call of experts; `bounds` are running sums of copies."""
     recorded = _recorded.get()
     if recorded is not None and not in_backward():  # recomputation in the backward was recorded in the forward
-        recorded.append(ComputedCopies(first, total, tuple(b - a for a, b in zip((0, *bounds[:-1]), bounds, strict=True))))
+        copies = tuple(b - a for a, b in zip((0, *bounds[:-1]), bounds, strict=True))
+        recorded.append(ComputedCopies(first, total, copies, slots))
 
 
 @contextmanager
@@ -79,5 +82,7 @@ def gather_expert_load(
         for call in recorded[number::several]:
             table[rank, call.first : call.first + len(call.copies)] += torch.tensor(call.copies, device=device)
         dist.all_reduce(table)
+        if (slots := recorded[number].slots) is not None:
+            table = table[:, slots[:-1]]
         out.append(MeasuredExpertLoad(tuple(table.sum(1).tolist()), tuple(table.sum(0).tolist())))
     return out

@@ -4,7 +4,8 @@ coordinates.
 Owned: all tokens are on every rank, and each rank computes the copies of its own experts. Dispatched: tokens are sharded, too.
 Each rank sends every copy, with its weight, to the rank that has its expert; there it is computed, and sent back. The numbers of
 copies are exchanged first. The backward does the same in reverse. Arguments are those of `experts.moe_experts`, with ``up[E / n,
-...]`` and so on: this rank's experts. Capacity is applied before (`expert_capacity`).
+...]`` and so on: this rank's experts. Capacity is applied before (`expert_capacity`). Where the axis has `slots`, experts are in
+another order than their numbers (`state.expert_placement`): copies are sorted by slot.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ def moe_experts_owned(
         return alone
     own = ExpertWeights(*matrices)  # type: ignore[arg-type]
     number, k, width = own.up.shape[0], experts.shape[-1], x.shape[-1]
-    ids = experts.reshape(-1) - axis.coordinate * number
+    ids = _slots(experts, axis).reshape(-1) - axis.coordinate * number
     ids = torch.where((ids < 0) | (ids > number), number, ids)
     order = sort_copies(ids, number, ids.shape[0] // axis.size)
-    record_copies(axis.coordinate * number, axis.size * number, order.bounds)
+    record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
     return compute_experts(
         ExpertActivation.of(activation, layout), x.reshape(-1, width), order, weights.reshape(-1), k, own
     ).view(x.shape)
+
+
+def _slots(experts: torch.Tensor, axis: AxisHandle) -> torch.Tensor:
+    return experts if axis.slots is None else axis.slots[experts]
 
 
 class _Take(torch.autograd.Function):
@@ -138,7 +143,7 @@ def moe_experts_start(
         return alone
     own = ExpertWeights(*matrices)  # type: ignore[arg-type]
     number, k = own.up.shape[0], experts.shape[-1]
-    order = sort_copies(experts.reshape(-1), axis.size * number)
+    order = sort_copies(_slots(experts, axis).reshape(-1), axis.size * number)
     ends = order.bounds[number - 1 :: number]
     send = [end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)]
     counts = torch.tensor([b - a for a, b in zip((0, *order.bounds[:-1]), order.bounds, strict=True)], device=x.device)
@@ -172,7 +177,7 @@ def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
     every = torch.arange(number, device=device).repeat(axis.size)
     ids = every.repeat_interleave(torch.tensor(sent.arrivals, device=device), output_size=sum(sent.receive))
     order = sort_copies(ids, number)
-    record_copies(axis.coordinate * number, axis.size * number, order.bounds)
+    record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
     results = compute_experts(sent.inside, rows, order, scales.reshape(-1), 1, sent.matrices)
     returning = apply(_Send, sent.receive, sent.send, axis.group_name, results)
     (back,) = apply(_Receive, sent.receive, sent.send, axis.group_name, *returning)

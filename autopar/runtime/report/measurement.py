@@ -37,8 +37,7 @@ class Measurement:
         self.peak = PeakWatch(mesh.device)
         self.held: dict[str, int] | None = None
         self.meter = Meter(clock_of(mesh.device), _axes(mesh), self._owns, self._begun, self._ended)
-        variants = parallel.variants.programs.values() if parallel.variants is not None else ()
-        programs = dict.fromkeys((parallel.program, *(variant.program for variant in variants)))
+        programs = [parallel.program] if parallel.variants is None else parallel.variants.different_programs()
         blocks = [block for program in programs for block in program.blocks()]
         self.meter.install(parallel, blocks)
 

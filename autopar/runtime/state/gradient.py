@@ -75,10 +75,12 @@ class StageGradients:
 
 
 class Gradient(DTensor):
-    """A gradient whose reductions are those of the whole tensor. `stage`: that of a pipeline which has it."""
+    """A gradient whose reductions are those of the whole tensor. `stage`: that of a pipeline which has it. `autopar_order`: see
+    `compat.hooks.whole_items`."""
 
     stage: StageGradients | None
     parameter_name: str
+    autopar_order: torch.Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,12 +147,15 @@ def local_gradient(canonical: nn.Parameter, local: torch.Tensor) -> Gradient:
     assert isinstance(canonical, DTensor)
     out: Gradient = over_local(Gradient, canonical, local)
     out.stage, out.parameter_name = place_of(canonical)
+    out.autopar_order = getattr(canonical, "autopar_order", None)
     return out
 
 
 def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
     """Return `value` as the gradient of a canonical parameter, see `own`."""
-    return as_gradient(value, *place_of(canonical))
+    out = as_gradient(value, *place_of(canonical))
+    out.autopar_order = getattr(canonical, "autopar_order", None)
+    return out
 
 
 def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> None:

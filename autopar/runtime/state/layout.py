@@ -74,15 +74,19 @@ def gather_full(
     with torch.no_grad():
         local = local.to(mesh.device)  # state of an optimizer may lie in host memory
         if dim is not None:
-            extent = local_shape(shape, placements, mesh)[dim]
-            padded = list(local.shape)
-            padded[dim] = -(-extent // mesh.shard_axis.size)
-            filled = local.new_zeros(padded)
-            filled.narrow(dim, 0, local.shape[dim]).copy_(local)
-            local = convert(filled, mesh.shard_axis, f"S({dim}) -> R").narrow(dim, 0, extent)
+            local = gather_zero(local, local_shape(shape, placements, mesh)[dim], mesh, dim)
         for spec in reversed(shard_specs(shape, placements, mesh)):
             local = convert(local, mesh.axis(spec.axis), f"S({spec.dim},{spec.parts}) -> R")
         return local.clone()
+
+
+def gather_zero(local: torch.Tensor, extent: int, mesh: MeshHandle, dim: int) -> torch.Tensor:
+    """The tensor of `extent` along `dim` that `zero_shard` took this shard of, on every rank that shares one copy."""
+    padded = list(local.shape)
+    padded[dim] = -(-extent // mesh.shard_axis.size)
+    filled = local.new_zeros(padded)
+    filled.narrow(dim, 0, local.shape[dim]).copy_(local)
+    return convert(filled, mesh.shard_axis, f"S({dim}) -> R").narrow(dim, 0, extent)
 
 
 def zero_dim(shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle) -> int | None:

@@ -50,7 +50,8 @@ class State:
     `chunk_buckets` are those of each chunk. `copies`: a sharded parameter that two chunks of this rank use is stored twice, as
     (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, of the
     parameters of all stages.
-    `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each.
+    `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each. `expert_orders`: of parameters whose experts were
+    placed anew the expert in each slot of dimension 0 (`expert_placement`).
     """
 
     mesh: MeshHandle
@@ -66,6 +67,7 @@ class State:
     tables: tuple[Table, ...] = ()
     stage: StageGradients | None = None
     loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
+    expert_orders: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
@@ -83,7 +85,8 @@ class State:
         local = local.to(dtype or local.dtype)
         if spec.buffer:
             return local.clone(memory_format=torch.contiguous_format)  # in the layout that other ranks receive into
-        return gather_full(local, shape, spec.placements, self.mesh, self.zero_dims[name])
+        full = gather_full(local, shape, spec.placements, self.mesh, self.zero_dims[name])
+        return full.index_select(0, self.expert_orders[name].argsort()) if name in self.expert_orders else full
 
     def broadcast_full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
@@ -131,6 +134,8 @@ class State:
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a full tensor that is placed like the parameter."""
+        if name in self.expert_orders:
+            full = full.index_select(0, self.expert_orders[name].to(full.device))
         return zero_shard(model_shard(full, self.specs[name].placements, self.mesh), self.zero_dims[name], self.mesh)
 
     def holds(self, name: str, full: torch.Tensor) -> bool:

@@ -147,6 +147,8 @@ def _full(state: State, name: str, value: Any, holder: int, own: Any) -> Any:
     pp = state.mesh.pp
     if pp.coordinate == holder:
         same = value.shape == tuple(state.parameters[name].shape)
+        if not same and name in state.expert_orders:
+            raise StateError(f"the optimizer's state of {name} is not shaped like it: call parallel.restore_experts() first")
         full = state.full(name, own) if same else own.full_tensor().contiguous()
     else:
         full = torch.empty(value.shape, dtype=value.dtype, device=state.mesh.device)

@@ -126,7 +126,7 @@ def _left(func: Any, positions: tuple[torch.Tensor, ...], args: tuple[Any, ...])
         return list(positions)
     if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
         return _reshaped(positions, list(args[0]))
-    if func not in (aten.slice.Tensor, aten.select.int):
+    if func not in (aten.slice.Tensor, aten.select.int, aten.index_select.default):
         return None
     dim, out = (args[0] if args else 0) % sum(each.dim() for each in positions), list(positions)
     for number, each in enumerate(positions):

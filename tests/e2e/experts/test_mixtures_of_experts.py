@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare, program
+from support.harness.end_to_end import prepare
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_pipelines, train_programs
 from support.harness.training_loop import parallel_model
 from support.models.routed_mlp import RoutedMlp
-from support.plans.expert_forms import only
+from support.plans.expert_forms import FORMS, text_of
 from support.plans.pipeline_plans import candidate_text as text_of_pipeline
 from support.plans.pipeline_plans import pipeline_candidate
 
@@ -25,15 +25,6 @@ from autopar.solve.search import search
 from autopar.solve.space.micro_batches import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
-FORMS = {
-    "owned, tp=4": ("owned", {"tp": 4}),
-    "owned, dp=2,tp=2": ("owned", {"dp": 2, "tp": 2}),
-    "inside, dp=2,tp=2": ("inside", {"dp": 2, "tp": 2, "zero": 3}),
-    "dispatched, ep=4": ("dispatched", {"ep": 4}),
-    "dispatched, dp=2,ep=2": ("dispatched", {"dp": 2, "ep": 2, "zero": 3}),
-    "dispatched, ep=2,tp=2": ("dispatched", {"dp": 1, "ep": 2, "tp": 2}),
-    "dispatched, in micro-batches": ("dispatched", {"dp": 2, "ep": 2, "micro": 4}),
-}
 COVERING = {
     "mixtral": ("dispatched, dp=2,ep=2",),
     "deepseek_v3": ("dispatched, in micro-batches",),
@@ -42,23 +33,6 @@ COVERING = {
     "routed_capacity": ("owned, dp=2,tp=2", "dispatched, ep=4"),
     "routed_capacity_flat": ("inside, dp=2,tp=2", "dispatched, dp=2,ep=2"),
 }
-
-
-def text_of(prepared: Prepared, name: str) -> str:
-    form, force = FORMS[name]
-    pins = {}
-    if form == "dispatched":  # the experts' matrices are cut; then tokens are, too, or the matrices come together
-        places = {"ep": "S(0)"} | ({"tp": "I"} if "tp" in force else {})
-        matrices = [p.value.name for block in prepared.graph.blocks for p in block.parameters if len(p.value.shape) == 3]
-        pins = dict.fromkeys(matrices, places)
-    precision = Precision("float64", "float64")
-    options = SearchOptions(batch=16, precision=precision, force={"pp": 1, **force}, pins=pins, registry=only(form))
-    result = search(prepared.graph, Cluster.parse("local:4"), options)
-    assert not result.warnings, result.warnings
-    text = program(prepared, result)
-    calls = {"owned": ["_owned"], "inside": [""], "dispatched": ["_dispatched", "_start"]}[form]
-    assert any(f"C.moe_experts{call}(" in text for call in calls), text
-    return text
 
 
 def check(name: str, forms: tuple[str, ...], ranks: RankPool) -> None:

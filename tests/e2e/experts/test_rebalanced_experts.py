@@ -1,0 +1,394 @@
+"""Experts that are placed anew between steps: training, states and checkpoints equal those of the single process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.harness.comparison import different_numbers, different_tensors
+from support.harness.end_to_end import Prepared, prepare
+from support.harness.rank_pool import RankPool
+from support.harness.training_loop import parallel_model
+from support.models.lift_casts import LiftedCasts, lift_graph
+from support.models.model_families import GROUPED, families, hugging_face
+from support.models.routed_mlp import RoutedMlp, routed_batch
+from support.models.small_models import make_case, token_batch
+from support.plans.expert_forms import text_of
+from support.plans.pipeline_plans import candidate_text, pipeline_candidate
+from torch import Tensor
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import AutoparError
+from autopar.ir.plan import Pipeline
+from autopar.program.load import load_program
+from autopar.runtime.checkpoint.entry import load_checkpoint
+from autopar.runtime.state.expert_mixtures import _mixture_of
+from autopar.runtime.state.expert_rebalancing import assign_experts
+from autopar.runtime.state.lend import lend_state
+
+STEPS = 6
+SKEWED = ((90.0, 80.0, 1.0, 2.0, 30.0, 3.0, 4.0, 5.0), (1.0, 60.0, 3.0, 60.0, 70.0, 60.0, 2.0, 3.0))
+"""Loads of eight experts: ranks with neighbours would have most of it."""
+
+
+@cache
+def eight_experts() -> tuple[Prepared, Any]:
+    """A Mixtral with eight experts in each of two layers, and the model itself."""
+    options = dict(num_local_experts=8, num_experts_per_tok=2, output_router_logits=True)
+    model, inputs = make_case(hugging_face("MixtralForCausalLM", token_batch, **options, **GROUPED), batch=16)
+    graph = lift_graph(capture(model, (), inputs, compute_dtype="float64"))
+    state = {key: tensor.detach().clone() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return Prepared("mixtral", graph, {key: state[key] for key in graph.parameters()}, inputs, None), model  # type: ignore[arg-type]
+
+
+def batches_of(prepared: Prepared) -> list[dict[str, Tensor]]:
+    """Another batch in each step: the examples in another order, with the labels of others."""
+    return [
+        {key: x.roll(step, 0) if key != "labels" else x.roll(2 * step, 0) for key, x in prepared.batch.items()}
+        for step in range(STEPS)
+    ]
+
+
+def trained_alone(model: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The losses, the gradients of each step, and the states at the end, of one process."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, gradients = [], []
+    with LiftedCasts():
+        for batch in batches:
+            output = model(**batch)
+            loss = output if isinstance(output, Tensor) else output.loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return dict(losses=losses, gradients=gradients, state=state, optimizer=optimizer.state_dict())
+
+
+def rebalanced_on_rank(
+    text: str, state: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]], loads: Sequence[Any], folder: str = ""
+) -> dict[str, Any]:
+    """Two steps, the first loads, two steps, the second loads, two steps."""
+    parallel = parallel_model(text, state)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    losses, gradients, moved = [], [], []
+    for step, batch in enumerate(batches):
+        if step in (2, 4):
+            moved.append(parallel.rebalance_experts(loads[step // 2 - 1], optimizer, steps=None))
+        loss = parallel(**batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(parallel.full_gradients())
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder:
+        parallel.save(folder, optimizer, step=STEPS)
+    found = dict(losses=losses, gradients=gradients, state=parallel.full_state(), moved=moved)
+    return found | dict(optimizer=parallel.full_optimizer_state(optimizer))
+
+
+def differences_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    out = different_numbers("loss", found["losses"], expected["losses"], 1e-9)
+    for step, (mine, theirs) in enumerate(zip(found["gradients"], expected["gradients"], strict=True)):
+        out += different_tensors(f"gradient {step}", mine, theirs, 1e-9, noise=1e-3)
+    own = {name: x for name, x in found["state"].items() if name in expected["state"]}
+    out += different_tensors("state", own, expected["state"], 1e-9)
+    for key in ("exp_avg", "exp_avg_sq"):
+        mine, theirs = (
+            {list(each["state"])[number]: values[key] for number, values in each["optimizer"]["state"].items()}
+            for each in (found, expected)
+        )
+        out += different_tensors(key, mine, theirs, 1e-9, noise=1e-6)
+    return out
+
+
+PLANS = {
+    "ep=2": ("dispatched, ep=2", {}),
+    "dp=2,ep=2,zero=3": ("dispatched, dp=2,ep=2", {}),
+    "dp=2,ep=2,zero=0": ("dispatched, dp=2,ep=2", {"zero": 0}),
+    "dp=2,ep=2,zero=2": ("dispatched, dp=2,ep=2", {"zero": 2}),
+    "ep=4": ("dispatched, ep=4", {}),
+    "tp=4": ("owned, tp=4", {}),
+    "ep=2,tp=2": ("dispatched, ep=2,tp=2", {}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_goes_on_as_before(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    prepared, model = eight_experts()
+    form, further = PLANS[plan]
+    text, batches = text_of(prepared, form, **further), batches_of(prepared)
+    expected = trained_alone(model, batches)
+    loads = [[each, each[::-1]] for each in SKEWED]
+    world = 2 if plan == "ep=2" else 4
+    for found in ranks.run(rebalanced_on_rank, text, prepared.state, batches, loads, str(tmp_path), world=world, timeout=300):
+        wrong = differences_of(found, expected)
+        assert not wrong, f"{plan}: {wrong[:5]}"
+        assert [len(each.layers) for each in found["moved"]] == [2, 2]
+        assert all(each.imbalance[1] < 0.8 * each.imbalance[0] for each in found["moved"])
+    resumed = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    assert load_checkpoint(tmp_path, resumed, optimizer) is not None
+    alone = dict(state=dict(resumed.named_parameters()), optimizer=optimizer.state_dict(), losses=[], gradients=[])
+    assert not differences_of(alone, expected | dict(losses=[], gradients=[]))
+    other = text_of(prepared, "owned, tp=4" if plan == "ep=4" else "dispatched, ep=4")
+    for found in ranks.run(loaded_on_rank, other, prepared.state, str(tmp_path)):
+        assert not differences_of(found, expected | dict(losses=[], gradients=[]))
+
+
+def loaded_on_rank(text: str, state: Mapping[str, Tensor], folder: str) -> dict[str, Any]:
+    parallel = parallel_model(text, {name: torch.zeros_like(each) for name, each in state.items()})
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    parallel.load(folder, optimizer)
+    full = parallel.full_optimizer_state(optimizer)
+    return dict(losses=[], gradients=[], state=parallel.full_state(), optimizer=full)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_pipelines(schedule: str, ranks: RankPool) -> None:
+    """Each stage moves the experts of its own layers; loads are given by hand."""
+    prepared, model = prepare("deepseek_v3"), deepseek()
+    text = candidate_text(prepared, pipeline_candidate(prepared, {"tp": 2}, Pipeline(2, 1, schedule), 4))
+    batches, layers = batches_of(prepared), text.count("C.moe_experts_owned(")
+    expected = trained_alone(model, batches)
+    assert layers
+    loads = [[each] * 2 for each in SKEWED]
+    for found in ranks.run(rebalanced_on_rank, text, prepared.state, batches, loads, timeout=300):
+        wrong = differences_of(found, expected)
+        assert not wrong, wrong[:5]
+        assert [len(each.layers) for each in found["moved"]] == [2, 2]
+
+
+def deepseek() -> torch.nn.Module:
+    return make_case(families()["deepseek_v3"], torch.float64, 16)[0]
+
+
+def routed(seed: int = 0) -> RoutedMlp:
+    torch.manual_seed(seed)
+    return RoutedMlp(number=8).double()
+
+
+def routed_batch_of(size: int) -> dict[str, Tensor]:
+    torch.manual_seed(size)
+    return {key: x.double() if x.is_floating_point() else x for key, x in routed_batch(size).items()}
+
+
+def routed_parallel(model: RoutedMlp, zero: int = 0) -> Any:
+    pins, force = {name: {"ep": "S(0)"} for name in ("up", "down", "up_bias", "down_bias")}, f"dp=2,ep=2,zero={zero}"
+    return autopar.parallelize(model, "local:4", routed_batch_of(8), force=force, constrain=pins, cache=False)
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], kind: str = "state") -> None:
+    assert not (wrong := different_tensors(kind, found, expected, 1e-9)), wrong[:5]
+
+
+def refused(words: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except AutoparError as error:
+        assert words in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def script_on_rank(folder: str, zero: int) -> None:
+    """A user's script, beside the plain model."""
+    plain = routed()
+    parallel = routed_parallel(routed(), zero)
+    mine, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (parallel, plain))
+
+    def step(size: int = 8, between: Callable[[], Any] = lambda: None) -> None:
+        for number, model in enumerate((parallel, plain)):
+            model(**routed_batch_of(size)).backward()
+            if not number:
+                between()
+            model(**routed_batch_of(size + 8)).backward()
+        same(parallel.full_gradients(), {name: p.grad for name, p in plain.named_parameters()}, "gradient")
+        for each in (mine, theirs):
+            each.step()
+            each.zero_grad()
+        same(parallel.full_state(), dict(plain.named_parameters()))
+
+    def evaluate(size: int) -> None:
+        with torch.no_grad():
+            found, expected = parallel(**routed_batch_of(size)), plain(**routed_batch_of(size))
+        assert abs(found.item() - expected.item()) < 1e-9 * expected.abs().item()
+
+    step()
+    evaluate(6)
+    with parallel.expert_load() as before:
+        evaluate(8)
+    step(between=lambda: parallel.rebalance_experts([SKEWED[0]], mine, steps=None))  # between accumulated gradients
+    with parallel.expert_load() as after:
+        parallel(**routed_batch_of(8))
+    assert parallel._expert_placement.orders and sum(after[0].by_expert) == sum(before[0].by_expert)
+    chosen = plain.gate(plain.norm(routed_batch_of(8)["x"])).topk(2, -1).indices
+    assert after[0].by_expert == tuple(torch.bincount(chosen.flatten(), minlength=8).tolist())
+    order = parallel._expert_placement.orders["up"]
+    assert after[0].by_rank[0] + after[0].by_rank[2] == sum(after[0].by_expert[expert] for expert in order[:4])
+    for size in (6, 8, 7):  # programs from before, and a new one
+        evaluate(size)
+    plain(**routed_batch_of(8)).backward()
+    parallel(**routed_batch_of(8)).backward()
+    same({"up": parallel.up.full_tensor(), "grad": parallel.up.grad.full_tensor()}, {"up": plain.up, "grad": plain.up.grad})
+    parallel.zero_grad()
+    plain.zero_grad()
+    same(copy.deepcopy(parallel).full_state(), dict(plain.named_parameters()))
+
+    # what has the order of the ranks is refused, and goes after restore_experts
+    refused("restore_experts()", parallel.state_dict)
+    refused("restore_experts()", mine.state_dict)
+    late = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    late.state.update(mine.state)
+    plain(**routed_batch_of(8)).backward()
+    parallel(**routed_batch_of(8)).backward()
+    refused("restore_experts()", late.step)
+    parallel.zero_grad()
+    plain.zero_grad()
+
+    # states go in and out while experts are placed anew
+    parallel.save(folder, mine, step=1)
+    assert parallel._expert_placement.orders
+    fresh = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    files = parallel.save_pretrained(f"{folder}/weights")
+    same(safetensors.torch.load_file(files / "model.safetensors"), dict(plain.named_parameters()))
+    parallel.load_full_state(dict(routed(1).state_dict()))
+    same(parallel.full_state(), routed(1).state_dict())
+    parallel.load_pretrained(files)
+    same(parallel.full_state(), dict(plain.named_parameters()))
+    parallel.up.data = routed(1).up.data
+    same({"up": parallel.up.full_tensor()}, {"up": routed(1).up})
+    assert parallel.load(folder, fresh).step == 1
+    same(parallel.full_state(), dict(plain.named_parameters()))
+    mine = fresh
+    step()
+    fresh = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    parallel.load_full_optimizer_state(fresh, copy.deepcopy(theirs.state_dict()))
+    mine = fresh
+    step()
+    parallel.restore_experts()
+    assert not parallel._expert_placement.orders and set(parallel.state_dict()) == set(plain.state_dict())
+    assert mine.state_dict()["state"]
+    step()
+
+    # an optimizer that was forgotten
+    parallel.rebalance_experts([SKEWED[0]], steps=None)
+    parallel(**routed_batch_of(8)).backward()
+    refused("pass it to parallel.rebalance_experts", mine.step)
+    parallel.zero_grad()
+    parallel.restore_experts()
+    step()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_script_with_accumulation_evaluation_and_states(zero: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(script_on_rank, str(tmp_path), zero, timeout=300)
+
+
+def prices_on_rank() -> list[str]:
+    """What pays moves; what does not, or does not fit, does not."""
+    parallel = routed_parallel(routed())
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autopar")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with parallel.expert_load() as loads:
+        parallel(**routed_batch_of(8)).backward()
+    few = parallel.rebalance_experts([SKEWED[0]], optimizer, steps=0)
+    assert few.layers == () and few.imbalance[0] == few.imbalance[1] and not parallel._expert_placement.orders
+    even = parallel.rebalance_experts([[1.0] * 8], optimizer, steps=None)
+    assert even.layers == () and not parallel._expert_placement.orders
+    many = parallel.rebalance_experts([SKEWED[0]], optimizer, steps=10**9)
+    assert len(many.layers) == 1 and many.step_seconds[1] < many.step_seconds[0] and many.move_seconds > 0
+    parallel.rebalance_experts(loads, optimizer)
+    for bad in (None, [], [[1.0] * 7], [[-1.0] * 8], [[0.0] * 8], [[float("nan")] * 8], [["a"] * 8], 3):
+        refused("parallel.expert_load()", lambda bad=bad: parallel.rebalance_experts(bad, optimizer))  # type: ignore[misc]
+    for steps in (-1, "many"):
+        refused("is no number of steps", lambda steps=steps: parallel.rebalance_experts([SKEWED[0]], optimizer, steps=steps))  # type: ignore[misc]
+    other = [float(torch.distributed.get_rank() + 1)] * 8
+    refused("on all ranks", lambda: parallel.rebalance_experts([other], optimizer))
+    factored = torch.optim.Adafactor(parallel.parameters(), lr=1e-2)
+    parallel.restore_experts()
+    factored.step()
+    refused("is not placed like up", lambda: parallel.rebalance_experts([SKEWED[0]], factored, steps=None))
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_only_what_pays_moves(ranks: RankPool) -> None:
+    lines, *others = ranks.run(prices_on_rank, timeout=200)
+    assert not any("experts" in line for each in others for line in each)
+    said = [line for line in lines if "experts" in line]
+    assert "stay where they are" in said[0] and "no move is predicted to pay within 0 steps" in said[0]
+    assert "no order has less load" in said[1]
+    assert "the experts of 1 of 1 layers are placed anew" in said[2] and "ms a step instead of" in said[2]
+
+
+def gathering_on_rank(text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    """Another program of the same weights that gathers the experts runs in the model's order only."""
+    parallel = parallel_model(text, state)
+    parallel.rebalance_experts([[9.0, 8.0, 1.0, 2.0]], steps=None)
+    placement = parallel._expert_placement
+    line = next(line for line in text.splitlines() if "= C.moe_experts_wait(" in line)
+    for more, fits in (("", True), ("penalty = self.up.sum()", False)):
+        other = load_program(text.replace(line, f"{line}\n        {more}")).Program(parallel.program.mesh)
+        lend_state(other, parallel.program, parallel.state)
+        if fits:
+            placement.adopt(other)
+            assert abs(other(**batch).item() - parallel(**batch).item()) < 1e-12
+        else:
+            refused("restore_experts() before", lambda other=other: placement.adopt(other))  # type: ignore[misc]
+            parallel.restore_experts()
+            placement.adopt(other)
+
+
+def test_programs_that_gather_the_experts_are_refused(ranks: RankPool) -> None:
+    prepared = prepare("routed")
+    ranks.run(gathering_on_rank, text_of(prepared, "dispatched, dp=2,ep=2", zero=0), prepared.state, prepared.batch, timeout=100)
+
+
+def whole_experts_on_rank() -> None:
+    parallel = autopar.parallelize(routed(), "local:2", routed_batch_of(8), force="dp=2", cache=False)
+    refused('force="ep=2"', lambda: parallel.rebalance_experts([SKEWED[0]], steps=None))
+
+
+def test_experts_that_are_not_sharded(ranks: RankPool) -> None:
+    ranks.run(whole_experts_on_rank, world=2, timeout=100)
+
+
+@pytest.mark.parametrize("ranks_", [1, 2, 4, 8])
+def test_assignments_are_orders_that_lower_the_load(ranks_: int) -> None:
+    draws = random.Random(ranks_)
+    for _ in range(200):
+        loads = tuple(draws.choice((0.0, 1.0, 5.0, 40.0, 90.0)) for _ in range(8))
+        before = tuple(draws.sample(range(8), 8))
+        after = assign_experts(loads, before, ranks_)
+        parts = [[order[at : at + 8 // ranks_] for at in range(0, 8, 8 // ranks_)] for order in (before, after)]
+        busiest, now = (max(sum(loads[expert] for expert in part) for part in order) for order in parts)
+        assert sorted(after) == list(range(8)) and (now < busiest or after == before)
+        for own, other in zip(*parts, strict=True):
+            assert all(one == two for one, two in zip(own, other, strict=True) if one in other), "they moved"
+        assert assign_experts(loads, after, ranks_) == after
+
+
+def test_weights_that_are_read_elsewhere_too_are_no_experts() -> None:
+    text = text_of(prepare("routed"), "dispatched, ep=4")
+    line = next(line for line in text.splitlines() if "= C.moe_experts_wait(" in line)
+    for more, found in (("", True), ("penalty = self.up.sum()", False)):
+        block = load_program(text.replace(line, f"{line}\n        {more}")).Main
+        mixture = _mixture_of(block)
+        assert mixture == ("ep", ["up", "down", "up_bias", "down_bias"]) if found else mixture is None, more
