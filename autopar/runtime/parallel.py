@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager
-from math import lcm, prod
 from typing import Any, overload
 
 import torch
@@ -16,7 +15,7 @@ from .cached_generation import CacheRecord
 from .calls import Calls
 from .checkpoint.entry import Checkpoints
 from .checkpoint.held import Optimizers, as_optimizers
-from .comm.agreement import Stated, program_digest, require_agreement
+from .comm.agreement import program_digest
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
 from .errors import RuntimeProblem, StateError
@@ -38,7 +37,7 @@ from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
-from .step.batch_sampler import LengthBatchSampler, checked_lengths
+from .step.batch_sampler import LengthBatchSampler, checked_lengths, sampler_on_mesh
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
@@ -238,24 +237,19 @@ class Parallel(ShardedModule):
         With the `lengths` of all examples it is a batch sampler: each global batch of `batch_size` examples (the plan's, if None)
         holds like lengths, and `padded_length` is one of at most `programs`, chosen for the fewest padded tokens. They are
         multiples of `multiple`: by default of 8, and of what the model axes shard a sequence into. All ranks must call then."""
-        mesh = self.program.mesh
-        dp, ranks = mesh.dp, prod(axis.size for axis in mesh.model_axes)
         if lengths is None:
             if (batch_size, multiple, programs) != (None, None, 5):
                 raise RuntimeProblem("batch_size=, programs= and multiple= are for a sampler by length: give lengths= too")
+            dp = self.program.mesh.dp
             return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         if batch_size is None and self.plan is None:
             raise RuntimeProblem("an exported program does not say the size of its batches: give batch_size=")
         batch_size = self.plan.candidate.batch if batch_size is None else batch_size
-        halves = lcm(8, 2 * ranks)  # ring attention divides a shard into halves
-        out = LengthBatchSampler(
-            checked_lengths(lengths, dataset), batch_size=batch_size, rank=dp.coordinate, num_replicas=dp.size, programs=programs,
-            multiple=halves if multiple is None else multiple, shuffle=shuffle, seed=seed, drop_last=drop_last,
-        )  # fmt: skip
-        remedy = "give it the same data set, in the same order, and the same arguments on every rank"
         with self._watch("the comparison of samplers"):
-            require_agreement({f"{name} of a sampler": Stated(str(x), remedy) for name, x in out.order().items()}, mesh.describe)
-        return out
+            return sampler_on_mesh(
+                self.program.mesh, checked_lengths(lengths, dataset), batch_size, programs, multiple, shuffle=shuffle, seed=seed,
+                drop_last=drop_last,
+            )  # fmt: skip
 
     # -- the interface of nn.Module
 

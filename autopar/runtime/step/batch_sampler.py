@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from math import inf
+from math import inf, lcm, prod
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from ..comm.agreement import Stated, require_agreement
+from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem, StateError
 from .same_batch import checksum
 
@@ -205,6 +207,21 @@ def _with_one_more(cost: list[float], edges: list[int], ends: list[int], fewest:
             chosen[place] = lines[lowest]
             out[place] = value(lines[lowest], edges[place]) + edges[place] * ends[place]
     return out, chosen
+
+
+def sampler_on_mesh(
+    mesh: MeshHandle, lengths: torch.Tensor, batch_size: int, programs: int, multiple: int | None, **options: Any
+) -> LengthBatchSampler:
+    """Return the sampler of this rank's place on the data axis, which all ranks make alike. `multiple`: by default of 8, and of
+    what the model axes shard a sequence into, halves included (ring attention)."""
+    shards = lcm(8, 2 * prod(axis.size for axis in mesh.model_axes))
+    out = LengthBatchSampler(
+        lengths, batch_size=batch_size, rank=mesh.dp.coordinate, num_replicas=mesh.dp.size, programs=programs,
+        multiple=shards if multiple is None else multiple, **options,
+    )  # fmt: skip
+    remedy = "give it the same data set, in the same order, and the same arguments on every rank"
+    require_agreement({f"{name} of a sampler": Stated(str(x), remedy) for name, x in out.order().items()}, mesh.describe)
+    return out
 
 
 def checked_lengths(lengths: Iterable[int], dataset: Sized) -> torch.Tensor:
