@@ -103,11 +103,11 @@ def test_sequences_over_the_data_ranks(name: str, force: str, ranks: RankPool) -
     assert answers == [["sharded"] * (2 if "dp=4" in force else 1)] * 4  # two examples divide over dp=2
 
 
-def answers(force: str) -> tuple[bool, bool]:
+def answers(degrees: str) -> tuple[bool, bool]:
     """On a rank: whether logits of one example in evaluation, by proven programs, and outputs of two are right."""
     torch.manual_seed(1)
     plain, (_, batch, _) = Language().double(), MODELS["own"]
-    proven = autopar.parallelize(deepcopy(plain), sharding_wins(4), batch(8, 16, 0), force=force, cache=False, proof=True)
+    proven = autopar.parallelize(deepcopy(plain), sharding_wins(4), batch(8, 16, 0), force=degrees, cache=False, proof=True)
     one = batch(1, 64, 3)
     plain.eval(), proven.eval()
     with torch.no_grad():
@@ -115,7 +115,7 @@ def answers(force: str) -> tuple[bool, bool]:
         alone = torch.allclose(proven(x=one["x"]), plain(x=one["x"]), rtol=0, atol=1e-12)
     two = batch(2, 30, 4)
     placed = autopar.parallelize(
-        deepcopy(plain.train()), sharding_wins(4), batch(8, 16, 0), force=force, cache=False, outputs=("0:dtensor",)
+        deepcopy(plain.train()), sharding_wins(4), batch(8, 16, 0), force=degrees, cache=False, outputs=("0:dtensor",)
     )
     alone &= torch.allclose(placed(**two)[0].full_tensor(), plain(**two)[0], rtol=0, atol=1e-12)
     return logits, alone
@@ -126,11 +126,11 @@ def test_evaluation_of_one_example(force: str, ranks: RankPool) -> None:
     assert ranks.run(answers, force, world=4, timeout=300) == [(True, True)] * 4
 
 
-def writes(force: str) -> bool:
+def writes(degrees: str) -> bool:
     """On a rank: whether the tokens that are generated for one prompt are right."""
     torch.manual_seed(1)
     language, _ = make_case(families()["llama"], torch.float64, 4)
-    parallel = autopar.parallelize(deepcopy(language), sharding_wins(4), tokens(8, 16, 0), force=force, cache=False)
+    parallel = autopar.parallelize(deepcopy(language), sharding_wins(4), tokens(8, 16, 0), force=degrees, cache=False)
     prompt = tokens(1, 8, 5)["input_ids"]
     return torch.equal(parallel.generate(prompt, max_new_tokens=6), language.generate(prompt, max_new_tokens=6))
 
