@@ -94,7 +94,7 @@ def _joint_plan_texts(models: Models, named: str | Cluster, every: Sequence[Mapp
         patience_seconds=first.get("patience_seconds", PATIENCE_SECONDS), join_seconds=first.get("join_seconds", JOIN_SECONDS),
     )  # fmt: skip
 
-    def made() -> list[str]:
+    def plan_texts() -> list[str]:
         priced = cluster_named(named, cache_folder(), size, say_measuring)
         names = [f"{type(model).__name__} ({index})" for index, model in enumerate(models)]
         LOGGER.info("planning %s together for %s", ", ".join(names), priced.name)
@@ -109,7 +109,7 @@ def _joint_plan_texts(models: Models, named: str | Cluster, every: Sequence[Mapp
 
     try:
         with watched(heartbeat, "planning"):
-            return on_first_rank(made)
+            return on_first_rank(plan_texts)
     finally:
         if heartbeat is not None:
             heartbeat.close()

@@ -194,13 +194,16 @@ class Parallel(ShardedModule):
             raise RuntimeProblem("an exported program has no prices: pass steps=None to place experts by their loads alone")
         with self._watch("rebalancing experts"):
             self._expert_placement.know(as_optimizers(optimizer))
-            return rebalance_experts(self._expert_placement, loads, self.expert_prices, steps)
+            out = rebalance_experts(self._expert_placement, loads, self.expert_prices, steps)
+        self._expert_placement.warn_of_copies()
+        return out
 
     def restore_experts(self) -> None:
         """Bring the experts back to where they were before `rebalance_experts`: into the model's order (all ranks must call,
         between steps)."""
         with self._watch("restoring the order of experts"):
             self._expert_placement.restore()
+        self._expert_placement.warn_of_copies()
         vars(self)["cache_record"] = CacheRecord()  # a refusal may have been that of places of experts
 
     # -- batches
@@ -322,6 +325,7 @@ def _copied(parallel: Parallel) -> Parallel:
             node.training = other.training
     for name, parameter in state.parameters.items():
         out.state.parameters[name].requires_grad_(parameter.requires_grad)
+    parallel._expert_placement.add_copy(out._expert_placement)
     if out.variants is None and out.training != parallel.training:
         out.train(parallel.training)
     return out

@@ -36,7 +36,7 @@ SHARD_AXIS = "dp_shard"
 
 
 _WHOLE_BATCH = 15_485_863
-"""Added to the seed where every data rank computes the whole batch."""
+"""Added to the seed where data ranks compute the whole batch, or share its examples."""
 
 
 class MeshHandle:
@@ -56,7 +56,7 @@ class MeshHandle:
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
         self.opaque_modules: Mapping[str, nn.Module] = {}  # the code of the model's opaque modules by path (`ops.opaque`)
-        self.launched_axes = self.axes  # those of the ranks, also where a variant computes the whole batch on every data rank
+        self.launched_axes = self.axes  # those of the ranks, also where a variant divides the data axis in another way
         self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
         all_axes = self.pipeline_axes | self.axes
         self.device = join_process_group(prod(all_axes.values()), all_axes)

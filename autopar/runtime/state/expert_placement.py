@@ -7,6 +7,7 @@ puts full tensors into the model's order, and what is saved is in it too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ class ExpertPlacement:
     """The orders of experts of a parallel model. `programs`: all that compute with its weights, the first one first.
 
     `orders`: those that are not the model's, by the first parameter of the mixture. `optimizers`: those whose state goes with
-    the weights; others are refused once they have some."""
+    the weights; others are refused once they have some. `copies`: those of copies of the model, which do not move with it."""
 
     def __init__(self, state: State, programs: Callable[[], Sequence[Program]]) -> None:
         self.state, self.programs = state, programs
@@ -46,6 +47,7 @@ class ExpertPlacement:
         self.optimizers: list[Optimizer] = []
         self._hooks: list[Any] = []
         self._watching: list[Any] | None = None
+        self.copies = WeakSet[ExpertPlacement]()
         self._ready = WeakSet[Program]()  # the programs that find the experts where they are now
 
     def mixtures(self) -> list[ExpertMixture]:
@@ -191,6 +193,21 @@ class ExpertPlacement:
             raise PlacementProblem(
                 "the experts were placed anew, and DTensors have them in that order: use parallel.save and load, full_state and "
                 f"full_optimizer_state, or {_RESTORE}"
+            )
+
+    def add_copy(self, other: ExpertPlacement) -> None:
+        """Bring the experts of a copy of the model, which begins with the model's order, to where they are in this one."""
+        if self.orders:
+            other.place(self.orders)
+        self.copies.add(other)
+
+    def warn_of_copies(self) -> None:
+        """Warn where a copy of the model has its experts elsewhere now: its tensors are no longer like those of this one."""
+        if any(each.orders != self.orders for each in self.copies):
+            warnings.warn(
+                "a copy of this model (AveragedModel) has its experts in another order: before the next update of the copy, call "
+                "rebalance_experts with the same loads and steps, or restore_experts, on it too",
+                stacklevel=3,
             )
 
     def restore(self) -> None:
