@@ -20,6 +20,9 @@ ATTENTION, PUBLISHED_CONTEXT = "aten.scaled_dot_product_attention", "ap.context_
 DOCUMENTS = "ap.attention_documents"
 """Arguments are (q, k, v, query documents, key documents, query positions?, key positions?) and ``scale enable_gqa
 window``."""
+LENT = 6
+"""One of so many queries of packed documents is lent to even out the work: of a long causal document over n ranks, the one at x n
+has ``2 x`` of the mean work, and lends ``1 - 1/(2 x)`` of its queries where that is above it; the integral is 0.153."""
 ATTENTION_WITH_WEIGHTS = "aten._scaled_dot_product_attention_math"
 NARROW = 8
 """A window below this fraction of the sequence is assumed to reach no further than the neighbour's shard."""
@@ -165,15 +168,19 @@ def ring_imbalance(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:
 
 def document_ring_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
     """Keys and values pass by, and their gradients go back; of short documents the neighbours' only. All ranks tell each other
-    the documents and positions of their tokens."""
-    (_, k, v, *ids), dtype = shapes, node.outputs[0].dtype
+    the documents and positions of their tokens. Queries are lent, and their results come back; in the backward these and both
+    gradients."""
+    (q, k, v, *ids), dtype = shapes, node.outputs[0].dtype
     both, tokens = (*k[:-1], _sum(k[-1], v[-1])), packed_tokens(node)
+    lent = (*q[:-2], q[-2] // LENT if isinstance(q[-2], int) else q[-2], q[-1])
     group = 2 if tokens and isinstance(k[-2], int) and NARROW * tokens <= k[-2] else 0
     return (
         *(OperationCollective("all_gather", shape, "int64", operand=3 + index) for index, shape in enumerate(ids)),
         OperationCollective("all_gather", both, dtype, group=group, overlapped=True, operand=1),
         OperationCollective("all_gather", both, dtype, True, group, overlapped=True, operand=1),
         OperationCollective("reduce_scatter", both, dtype, True, group, overlapped=True, operand=1),
+        OperationCollective("all_to_all", (2, *lent), dtype, operand=0),
+        OperationCollective("all_to_all", (4, *lent), dtype, True, operand=0),
     )
 
 
@@ -275,10 +282,9 @@ sharded where the key heads do not divide."""
 
 DOCUMENT_FUNCTIONS = (
     NamedFunction(
-        "s", "ap.attention_documents_ring", None, document_ring_collectives, also=("t",), exclusive=True,
-        imbalance=document_imbalance, at=(0, -2),
+        "s", "ap.attention_documents_ring", None, document_ring_collectives, also=("t",), exclusive=True, at=(0, -2)
     ),
-)  # fmt: skip
+)
 """Ring attention of packed documents."""
 
 OPERATIONS = (

@@ -18,6 +18,9 @@ from .checkpoint.held import Optimizers, as_optimizers
 from .comm.agreement import program_digest
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
 from .compat.hooks import around_optimizer_steps
+from .data.length_sampler import LengthBatchSampler
+from .data.packed_sampler import PackedBatchSampler
+from .data.samplers import sampler_on_mesh
 from .errors import RuntimeProblem, StateError
 from .generate import generate
 from .module import Program
@@ -37,7 +40,6 @@ from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
-from .step.batch_sampler import LengthBatchSampler, checked_lengths, sampler_on_mesh
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
@@ -223,36 +225,21 @@ class Parallel(ShardedModule):
         multiple: int | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = True,
     ) -> LengthBatchSampler: ...  # fmt: skip
 
+    @overload
     def sampler(
-        self,
-        dataset: Sized,
-        *,
-        lengths: Iterable[int] | None = None,
-        batch_size: int | None = None,
-        programs: int = 5,
-        multiple: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-    ) -> DistributedSampler[Any] | LengthBatchSampler:
+        self, dataset: Sized, *, lengths: Iterable[int], packed_tokens: int, shuffle: bool = True, seed: int = 0
+    ) -> PackedBatchSampler: ...
+
+    def sampler(self, dataset: Sized, **options: Any) -> Any:
         """A sampler that gives each data-parallel rank its own part of a data set, equal on the ranks of model axes.
 
         With the `lengths` of all examples it is a batch sampler: each global batch of `batch_size` examples (the plan's, if None)
         holds like lengths, and `padded_length` is one of at most `programs`, chosen for the fewest padded tokens. They are
-        multiples of `multiple`: by default of 8, and of what the model axes shard a sequence into. All ranks must call then."""
-        if lengths is None:
-            if (batch_size, multiple, programs) != (None, None, 5):
-                raise RuntimeProblem("batch_size=, programs= and multiple= are for a sampler by length: give lengths= too")
-            dp = self.program.mesh.dp
-            return DistributedSampler(dataset, dp.size, dp.coordinate, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-        if batch_size is None and self.plan is None:
-            raise RuntimeProblem("an exported program does not say the size of its batches: give batch_size=")
-        batch_size = self.plan.candidate.batch if batch_size is None else batch_size
+        multiples of `multiple`: by default of 8, and of what the model axes shard a sequence into. With `packed_tokens` each
+        batch is one row of that many tokens, whole on every rank, which shards it. All ranks must call then."""
         with self._watch("the comparison of samplers"):
-            return sampler_on_mesh(
-                self.program.mesh, checked_lengths(lengths, dataset), batch_size, programs, multiple, shuffle=shuffle, seed=seed,
-                drop_last=drop_last,
-            )  # fmt: skip
+            planned = None if self.plan is None else self.plan.candidate.batch
+            return sampler_on_mesh(self.program.mesh, dataset, planned, **options)
 
     # -- the interface of nn.Module
 

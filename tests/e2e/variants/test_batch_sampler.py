@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.runtime.data.epoch_sampler import checked_lengths
+from autopar.runtime.data.length_sampler import LengthBatchSampler, length_edges
 from autopar.runtime.errors import MismatchProblem, RuntimeProblem, StateError
-from autopar.runtime.step.batch_sampler import LengthBatchSampler, checked_lengths, length_edges
 
 WORDS = 32
 LENGTHS = [5, 9, 12, 3, 7, 8, 8, 2]

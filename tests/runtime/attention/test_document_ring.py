@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.harness.rank_pool import RankPool
 from support.oracles import dense_attention
 from torch import Tensor
 
+from autopar.operations.attention import LENT
 from autopar.runtime import collectives as C
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.ops.attention.document_ring import DocumentRing
+from autopar.runtime.ops.attention.document_runs import Document, PackedRuns, Run
 
 
 @dataclass(frozen=True)
@@ -105,39 +111,104 @@ def test_compiled(ranks: RankPool) -> None:
     compare(ranks, {name: CASES[name] for name in ("packed", "without positions")}, 2, compiled=True)
 
 
-def sent(rows: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
-    """On a rank: elements of keys and values, and of their gradients, that it sends."""
-    from autopar.runtime.ops.attention import ring
+def sent(rows: tuple[tuple[int, ...], ...]) -> dict[str, tuple[int, int]]:
+    """On a rank: how many elements of keys and values, their gradients included, and of lent queries it sends, and how often."""
+    from autopar.runtime.ops.attention import document_ring, ring
 
-    counts: list[int] = []
+    counts: dict[str, list[int]] = {"keys": [], "queries": []}
     original = ring.all_to_all_rows
 
-    def counted(flat: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-        counts.append(sum(send))
-        return original(flat, receive, send, group)
+    def counted(kind: str) -> Any:
+        def send(flat: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+            counts[kind].append(sum(send))
+            return original(flat, receive, send, group)
 
-    ring.all_to_all_rows = counted
+        return send
+
+    ring.all_to_all_rows, document_ring.all_to_all_rows = counted("keys"), counted("queries")
     try:
         (result,) = on_rank([asdict(Case(rows=rows))], False)
         assert result
     finally:
-        ring.all_to_all_rows = original
-    return sum(counts), len(counts)
+        ring.all_to_all_rows = document_ring.all_to_all_rows = original
+    return {kind: (sum(each), len(each)) for kind, each in counts.items()}
+
+
+def ring_of(case: Case, size: int, coordinate: int = 0) -> DocumentRing:
+    """The ring that a rank makes of a case, whose rows are cut into shards."""
+    _, ids = case.tensors()
+    queries, keys, *places = (None if x is None else torch.cat(x.chunk(size, 1)) for x in ids)
+    assert queries is not None and keys is not None
+    runs = (PackedRuns.of(x, at, size, len(case.rows)) for x, at in zip((queries, keys), places, strict=True))
+    left = None if case.window is None else case.window[0]
+    return DocumentRing.of(size, coordinate, "", 1.0, (left, 0) if case.positions else (None, None), *runs)
 
 
 @pytest.mark.parametrize(
-    ("rows", "pairs", "steps"),
+    ("rows", "steps"),
     [
-        (((8, 8, 8, 8), (8, 8, 8, 8)), 0, 0),  # every document on one rank
-        (((8, 8, 8, 8), (8, 6, 10, 8)), 1, 1),  # one reaches from rank 1 to rank 2
-        (((16, 16), (8, 8, 16)), 2, 1),  # ranks 1 and 3 see the rank before
-        (((32,), (8, 8, 8, 8)), 6, 3),  # causal: every rank sees all before it
+        (((8, 8, 8, 8), (8, 8, 8, 8)), 0),  # every document on one rank, as much work on each
+        (((8, 8, 8, 8), (8, 6, 10, 8)), 2),  # one reaches from rank 1 to rank 2, which has more work than the mean
+        (((32,), (8, 8, 8, 8)), 3),  # causal: every rank sees all before it
     ],
 )
-def test_keys_travel_to_ranks_with_their_documents(
-    ranks: RankPool, rows: tuple[tuple[int, ...], ...], pairs: int, steps: int
+def test_keys_travel_to_ranks_that_see_them(ranks: RankPool, rows: tuple[tuple[int, ...], ...], steps: int) -> None:
+    answers, ring = ranks.run(sent, rows, world=4), ring_of(Case(rows=rows), 4)
+    keys = sum(length for spans in ring.spans.values() for _, length in spans)
+    queries = sum(run.length for runs in ring.loans.values() for run in runs)
+    # key heads, keys and values: forward; backward, and gradients back
+    assert sum(each["keys"][0] for each in answers) == keys * 2 * (8 + 8) * 3
+    # heads: q, result and its log-sum-exp; result, gradient, q, the log-sum-exp, and the gradient of q
+    assert sum(each["queries"][0] for each in answers) == queries * 4 * ((8 + 8 + 1) + (8 * 3 + 1 + 8))
+    assert {each["keys"][1] for each in answers} == {3 * steps}
+    assert {each["queries"][1] > 0 for each in answers} == {bool(steps)}
+
+
+# -- who computes what
+
+
+def tokens_of(runs: Sequence[Run]) -> list[tuple[Document, int]]:
+    return [(run.document, run.first + at) for run in runs for at in range(run.length)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 24), min_size=1, max_size=9), min_size=1, max_size=2),
+    st.sampled_from((2, 4, 8)), st.booleans(), st.none() | st.integers(0, 12), st.booleans(),
+)  # fmt: skip
+def test_work_is_even_and_no_key_is_missing(
+    rows: list[list[int]], size: int, positions: bool, left: int | None, scattered: bool
 ) -> None:
-    answers = ranks.run(sent, rows, world=4)
-    block = 2 * 2 * 8 * (8 + 8)  # rows, key heads, tokens, keys and values
-    assert sum(elements for elements, _ in answers) == pairs * block * 3  # forward; backward, and gradients back
-    assert {count for _, count in answers} == {3 * steps}
+    length = -(-max(map(sum, rows)) // size) * size
+    padded = tuple((*row, *(length - sum(row) for _ in range(sum(row) < length))) for row in rows)
+    window = None if left is None or not positions else (left, 0)
+    case = Case(rows=padded, positions=positions, window=window, scattered=scattered)
+    ring = ring_of(case, size)
+    keys = [tokens_of(runs) for runs in ring.keys.ranks]
+    work = []
+    for rank, runs in enumerate(ring.queries):
+        seen: set[tuple[int, int]] = set()
+        work.append(0)
+        for document, position in tokens_of(runs):
+            for owner, held in enumerate(keys):
+                for row, (other, place) in enumerate(held):
+                    near = not positions or 0 <= position - place <= (length if window is None else window[0])
+                    if document == other and near:
+                        work[-1] += 1
+                        seen.add((owner, row))
+        given = {(owner, row) for (to, owner), spans in ring.spans.items() if to == rank
+                 for first, count in spans for row in range(first, first + count)}  # fmt: skip
+        assert {each for each in seen if each[0] != rank} <= given
+        if window is None and not scattered:
+            assert {each for each in seen if each[0] != rank} == given
+    computed = sorted(token for runs in ring.queries for token in tokens_of(runs))
+    assert computed == sorted(token for held in keys for token in held), "each query is computed once"
+    heaviest = max(max(row) for row in padded)
+    assert max(work) <= sum(work) / size + heaviest
+
+
+def test_a_long_document_lends_a_sixth() -> None:
+    """What the plan prices: 0.153 of the queries, and attention of 32 ranks that is even up to a row of queries."""
+    ring = ring_of(Case(rows=((32 * 256,),), heads=(1, 1)), 32)
+    lent = sum(run.length for runs in ring.loans.values() for run in runs) / (32 * 256)
+    assert lent == pytest.approx(0.153, abs=0.005) and lent <= 1 / LENT

@@ -19,7 +19,8 @@ from torch import Tensor
 from ...compat.autograd import apply
 from ...compat.collectives import all_gather, wait_tensor
 from ...device.axis import AxisHandle
-from .document_runs import DocumentRing, PackedRows, visible_pairs
+from .document_ring import DocumentRing
+from .document_runs import PackedRuns
 from .merge import AttentionGradients, MergedAttention, wide
 from .ring import Pair
 from .sharded import Window, band_of, scale_of
@@ -30,16 +31,11 @@ def _ring_of(
     band: tuple[int | None, int | None],
 ) -> DocumentRing:  # fmt: skip
     """Return the ring of an axis, of whose ranks `ids` has documents and positions: [size * rows, length], or this rank's."""
-    queries, keys = (
-        tuple(PackedRows.of(_of_rank(documents, rank, size), _of_rank(positions, rank, size), rank) for rank in range(size))
-        for documents, positions in (ids[::2], ids[1::2])
-    )
-    pairs = visible_pairs(examples, band, queries, keys) if size > 1 else frozenset()
-    return DocumentRing(size, coordinate, group, examples, scale, band, queries, keys, pairs)
-
-
-def _of_rank(ids: Tensor | None, rank: int, size: int) -> Any:
-    return None if ids is None else ids.chunk(size)[rank]
+    query_documents, key_documents, query_positions, key_positions = ids
+    assert query_documents is not None and key_documents is not None
+    queries = PackedRuns.of(query_documents, query_positions, size, examples)
+    keys = PackedRuns.of(key_documents, key_positions, size, examples)
+    return DocumentRing.of(size, coordinate, group, scale, band, queries, keys)
 
 
 def _attend(
@@ -47,15 +43,20 @@ def _attend(
     window_right: int | None, size: int, coordinate: int, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the logarithm of the sums of its softmax."""
-    ring = _ring_of(ids, q.shape[0], size, coordinate, group, scale, (window_left, window_right))
+    ring, examples = _ring_of(ids, q.shape[0], size, coordinate, group, scale, (window_left, window_right)), q.shape[0]
+    q, k, v = (_end_to_end(x, size) for x in (q, k, v))
+    (q,) = ring.exchange_queries([q])
     merged = MergedAttention.empty(q, v.shape[-1])
 
     def add(rank: int, keys: Tensor, values: Tensor) -> None:
-        for run in ring.runs(rank, q.device):
-            merged.part(run.example, run.rows).add(run.tile, run.keys(keys), run.keys(values))
+        for tile in ring.tiles(rank, q.device):
+            at = tile.places(keys.shape[2])
+            merged.part(*tile.rows(q.shape[2])).add(tile.tile, keys[at], values[at])
 
     ring.attend(k, v, add)
-    return merged.finish()
+    out, lse = merged.finish()
+    (out,), (sums,) = (ring.exchange_queries([x], back=True) for x in (out, lse.unsqueeze(-1)))
+    return _by_example(out, examples).contiguous(), _by_example(sums, examples).squeeze(-1).contiguous()
 
 
 def _gradients(
@@ -63,23 +64,40 @@ def _gradients(
     window_left: int | None, window_right: int | None, size: int, coordinate: int, group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v. `results`: the gradient of the result, and what `_attend` returned."""
-    ring = _ring_of(ids, q.shape[0], size, coordinate, group, scale, (window_left, window_right))
-    grad, out, lse = results
-    gradients = AttentionGradients.zero(grad, q, out, lse)
+    ring, examples = _ring_of(ids, q.shape[0], size, coordinate, group, scale, (window_left, window_right)), q.shape[0]
+    like, (grad, out, lse) = (q, k, v), results
+    q, k, v, grad, out, sums = (_end_to_end(x, size) for x in (q, k, v, grad, out, lse.unsqueeze(-1)))
+    queries, (sums,) = ring.exchange_queries([grad, q, out]), ring.exchange_queries([sums])
+    grad, q, out = queries
+    gradients = AttentionGradients.zero(grad, q, out, sums.squeeze(-1))
 
     def add(rank: int, keys: Tensor, values: Tensor) -> Pair:
         to_k, to_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
-        for run in ring.runs(rank, q.device):
-            parts = gradients.part(run.example, run.rows).add(run.tile, run.keys(keys), run.keys(values))
+        for tile in ring.tiles(rank, q.device):
+            at = tile.places(keys.shape[2])
+            parts = gradients.part(*tile.rows(gradients.q.shape[2])).add(tile.tile, keys[at], values[at])
             for sums, part in zip((to_k, to_v), parts, strict=True):
-                if isinstance(run.columns, slice):
-                    run.keys(sums).add_(part)
-                else:
-                    sums[run.example].index_add_(1, run.columns, part[0])
+                sums[at] += part
         return to_k, to_v
 
     to_k, to_v = ring.gradients(k, v, add)
-    return gradients.to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
+    (to_q,) = ring.exchange_queries([gradients.to_q.to(q.dtype)], back=True)
+    to_q, to_k, to_v = (_laid_out(_by_example(x, examples), like) for x, like in zip((to_q, to_k, to_v), like, strict=True))
+    return to_q, to_k, to_v
+
+
+def _end_to_end(x: Tensor, size: int) -> Tensor:
+    """Return the examples of a ring as one: a rank may compute more queries of one than of another."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0) if size > 1 < len(x) else x
+
+
+def _by_example(x: Tensor, examples: int) -> Tensor:
+    return x[0].unflatten(1, (examples, -1)).transpose(0, 1) if len(x) < examples else x
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` with the dtype and the strides of `like`, as compiled code expects them."""
+    return x.to(like.dtype) if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
 
 
 # The lengths of documents are data: torch.compile calls both as they are.
@@ -126,17 +144,28 @@ def attention_documents(
     ids: list[Tensor | None] = [query_documents, key_documents, query_positions, key_positions]
     if axis is None or axis.size == 1:
         options |= {"size": 1, "coordinate": 0, "group": ""}
-        # torch.compile takes no tensor twice as an argument of an autograd function
-        ids[1::2] = [_viewed(x) for x in ids[1::2]]
     else:
         options |= {"size": axis.size, "coordinate": axis.coordinate, "group": axis.group_name}
-        ids = [None if x is None else wait_tensor(all_gather(x.contiguous(), axis.size, axis.group_name)) for x in ids]
+        ids = _of_all_ranks(ids, axis)
+    # torch.compile takes no tensor twice as an argument of an autograd function
+    ids[1::2] = [_viewed(x) for x in ids[1::2]]
     return apply(_Documents, options, q, k, v, *ids)  # type: ignore[no-any-return]
 
 
 def attention_documents_ring(*tensors: Tensor, axis: AxisHandle, **options: Any) -> Tensor:
     """Return `attention_documents` where queries and keys are shards of the sequence on `axis`, as are their numbers."""
     return attention_documents(*tensors, axis=axis, **options)
+
+
+def _of_all_ranks(ids: Sequence[Tensor | None], axis: AxisHandle) -> list[Tensor | None]:
+    """Return the numbers [rows, length] of all ranks, [n * rows, length], by one all-gather."""
+    own = {id(x): x for x in ids if x is not None}  # queries and keys often have the same
+    flat = torch.cat([x.reshape(-1).long() for x in own.values()])
+    parts = (
+        wait_tensor(all_gather(flat, axis.size, axis.group_name)).view(axis.size, -1).split([x.numel() for x in own.values()], 1)
+    )
+    gathered = {key: part.reshape(-1, own[key].shape[1]) for key, part in zip(own, parts, strict=True)}
+    return [None if x is None else gathered[id(x)] for x in ids]
 
 
 def _viewed(x: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -39,35 +40,47 @@ class Ring(ABC):
     group: str
 
     @abstractmethod
+    def needed(self, rank: int, owner: int) -> Spans:
+        """Return the keys of `owner` that queries of another `rank` see, as rows ``((first, length), ...)`` of its part."""
+
     def sees(self, rank: int, step: int) -> bool:
         """Return whether queries of `rank` see keys of the rank that is `step` before it."""
+        return bool(self.needed(rank, (rank - step) % self.size))
 
     def steps(self) -> list[int]:
         """The steps in which any rank computes on keys of another: the same on all ranks."""
         return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
 
-    def send_block(self, step: int, flat: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Send `flat` to the rank that is `step` after this one if it needs it, or `back` to the owner of the block; what is
-        received here has the same size, or is empty."""
+    def send(self, step: int, flat: torch.Tensor, width: int, back: bool = False) -> torch.Tensor:
+        """Send rows of `width` elements to the rank that is `step` after this one, those that it needs, or `back` to the owner of
+        those that came from there; return what is received, empty where nothing is."""
         after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
-        sends, receives = self.sees(after, step), self.sees(self.coordinate, step)
-        sent, received = {after: sends}, {before: receives}
+        sent, received = (after, self.needed(after, self.coordinate)), (before, self.needed(self.coordinate, before))
         if back:
             sent, received = received, sent
-        send, receive = ([flat.numel() * pair.get(rank, False) for rank in range(self.size)] for pair in (sent, received))
+        send, receive = (
+            [width * sum(length for _, length in spans) * (rank == peer) for rank in range(self.size)]
+            for peer, spans in (sent, received)
+        )
         return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
 
     def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield (step, keys, values) of the ranks that are `step` before this one, its own first, each while the next ones are in
-        flight; empty where none of its queries sees them."""
+        flight: what its queries see of them, no rows where they see none."""
         steps = self.steps()
-        flat = _flat(k, v, k.dtype) if steps else k
-        receiving = [self.send_block(step, flat) for step in steps[:1]]
+        parts: dict[Spans, torch.Tensor] = {}
+
+        def send(step: int) -> torch.Tensor:
+            spans = self.needed((self.coordinate + step) % self.size, self.coordinate)
+            if spans not in parts:
+                parts[spans] = _flat(_rows_of(k, spans), _rows_of(v, spans), k.dtype)
+            return self.send(step, parts[spans], _width(k, v))
+
+        receiving = [send(step) for step in steps[:1]]
         yield 0, k, v
         for index, step in enumerate(steps):
-            receiving += [self.send_block(after, flat) for after in steps[index + 1 : index + 2]]
-            block = wait_tensor(receiving.pop(0))
-            yield step, *(_pair(block, k, v) if self.sees(self.coordinate, step) else (block, block))
+            receiving += [send(after) for after in steps[index + 1 : index + 2]]
+            yield step, *_pair(wait_tensor(receiving.pop(0)), k, v)
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, add: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
         """Call `add` with the rank, the keys and the values of every part that this rank's queries see."""
@@ -79,18 +92,19 @@ class Ring(ABC):
         """Return the gradients of this rank's keys and values, in the wide dtype: `add` makes those of each part that its queries
         see, which go back to their owner while the next are computed."""
         own: list[torch.Tensor] = []
-        returning: list[torch.Tensor] = []
+        returning: list[tuple[Spans, torch.Tensor]] = []
         for step, keys, values in self.blocks(k, v):
             if step == 0:
                 own += add(self.coordinate, k, v)
                 continue
             sees = self.sees(self.coordinate, step)
-            pair = add((self.coordinate - step) % self.size, keys, values) if sees else (k, v)
-            returning.append(self.send_block(step, _flat(*pair, k.dtype), back=True))
+            pair = add((self.coordinate - step) % self.size, keys, values) if sees else (keys, values)
+            spans = self.needed((self.coordinate + step) % self.size, self.coordinate)
+            returning.append((spans, self.send(step, _flat(*pair, k.dtype), _width(k, v), back=True)))
             if len(returning) > 1:
-                _add(returning.pop(0), *own)
+                _add(*returning.pop(0), *own)
         for each in returning:
-            _add(each, *own)
+            _add(*each, *own)
         to_k, to_v = own
         return to_k, to_v
 
@@ -118,8 +132,8 @@ class BandRing(Ring):
         half = length // 2
         return (2 * rank * half, half), ((2 * self.size - 1 - 2 * rank) * half, half)
 
-    def sees(self, rank: int, step: int) -> bool:
-        return any_visible(self.rows(rank), self.columns((rank - step) % self.size), self.band)
+    def needed(self, rank: int, owner: int) -> Spans:
+        return ((0, self.keys),) if any_visible(self.rows(rank), self.columns(owner), self.band) else ()
 
     def exchange_halves(self, xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Exchange the second half of each sequence with the mirror rank; its own inverse. Without zigzag nothing is done."""
@@ -146,9 +160,21 @@ def ring_of(
     return BandRing(size=size, coordinate=here, group=group, queries=queries, keys=keys, band=band, zigzag=zigzag)
 
 
+def _rows_of(x: torch.Tensor, spans: Spans) -> torch.Tensor:
+    return x if spans == ((0, x.shape[2]),) else torch.cat([x[:, :, :0], *(x.narrow(2, *span) for span in spans)], 2)
+
+
+def _width(k: torch.Tensor, v: torch.Tensor) -> int:
+    """The elements of a row of keys and values."""
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+
+
 def _pair(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    to_k, to_v = flat.split([k.numel(), v.numel()])
-    return to_k.view(k.shape), to_v.view(v.shape)
+    """Return the rows of keys and values that `flat` has."""
+    rows = flat.numel() // _width(k, v)
+    shapes = [(*x.shape[:2], rows, x.shape[3]) for x in (k, v)]
+    to_k, to_v = flat.split([prod(shape) for shape in shapes])
+    return to_k.view(shapes[0]), to_v.view(shapes[1])
 
 
 def _flat(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -182,12 +208,13 @@ class _Ring(torch.autograd.Function):
         return None, None, *results, gradients.to_mask
 
 
-def _add(received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
-    """Add the gradients of this rank's keys and values that another rank has computed."""
-    flat = wait_tensor(received)
-    if flat.numel():
-        for total, part in zip((to_k, to_v), _pair(flat, to_k, to_v), strict=True):
-            total.add_(part)
+def _add(spans: Spans, received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
+    """Add the gradients of these rows of this rank's keys and values, which another rank has computed."""
+    for total, part in zip((to_k, to_v), _pair(wait_tensor(received), to_k, to_v), strict=True):
+        at = 0
+        for first, length in spans:
+            total.narrow(2, first, length).add_(part.narrow(2, at, length))
+            at += length
 
 
 def attention_ring(

@@ -4,31 +4,22 @@ lengths its data has. `parallel.sampler(dataset, lengths=...)` makes the sampler
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from math import inf, lcm, prod
-from numbers import Integral
-from operator import index
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
 
-from ..comm.agreement import Stated, require_agreement
-from ..device.mesh import MeshHandle
-from ..errors import RuntimeProblem, StateError
-from .same_batch import checksum
+from ..errors import RuntimeProblem
+from .epoch_sampler import EpochSampler, check_positive
 
 LOGGER = logging.getLogger("autopar")
 
 LARGE_SHARE = 0.1
 """The share of examples that an epoch leaves out, or repeats, from which on it is a warning."""
 
-LONGEST = 2**31
-"""The longest example, far beyond memory: sums of padded lengths do not overflow."""
 
-
-class LengthBatchSampler(Sampler[list[int]]):
+class LengthBatchSampler(EpochSampler):
     """Yields the indices of this data rank's share of each global batch, for ``DataLoader(dataset, batch_sampler=...)``.
 
     A global batch holds examples of one bucket of lengths, those above one of `edges` and up to the next, and is padded to that
@@ -53,11 +44,10 @@ class LengthBatchSampler(Sampler[list[int]]):
         """`lengths`: of every example, as `checked_lengths` returns them. `batch_size`: that of the global batch. `rank` of
         `num_replicas` is the place on the data axis. At most `programs` edges, which are multiples of `multiple`."""
         _check_sizes(len(lengths), batch_size, num_replicas, programs, multiple)
-        self.lengths, self.batch_size, self.rank, self.num_replicas = lengths, int(batch_size), rank, num_replicas
-        self.shuffle, self.seed, self.drop_last, self.epoch, self.yielded = shuffle, seed, drop_last, 0, 0
+        super().__init__(lengths, shuffle, seed)
+        self.batch_size, self.rank, self.num_replicas, self.drop_last = int(batch_size), rank, num_replicas, drop_last
         self.edges = length_edges(lengths, programs, multiple, batch_size)
         self.buckets = torch.bucketize(lengths, torch.tensor(self.edges))
-        self._start = 0
         if not dist.is_initialized() or dist.get_rank() == 0:
             large = abs(len(lengths) - len(self) * batch_size) > LARGE_SHARE * len(lengths)
             LOGGER.log(logging.WARNING if large else logging.INFO, "batches by length: %s", self.words())
@@ -94,9 +84,8 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     def global_batches(self) -> torch.Tensor:
         """Return the examples of all global batches of this epoch, in order, one row each."""
-        generator, count = torch.Generator().manual_seed(self.seed + self.epoch), len(self.lengths)
-        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        rows = []
+        generator = self.generator()
+        order, rows = self.drawn_order(generator), []
         for bucket in range(len(self.edges)):
             examples = order[self.buckets[order] == bucket]
             if rest := len(examples) % self.batch_size:
@@ -106,54 +95,16 @@ class LengthBatchSampler(Sampler[list[int]]):
         batches = torch.cat(rows)
         return batches[torch.randperm(len(batches), generator=generator)] if self.shuffle else batches
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def batches(self) -> list[list[int]]:
         batches = self.global_batches()
         descending = self.lengths[batches].argsort(dim=1, descending=True, stable=True)
         # dealt out to and fro: the rank that gets the longest of a row gets the shortest of the next
         dealt = batches.gather(1, descending).view(len(batches), -1, self.num_replicas)
         dealt[:, 1::2] = dealt[:, 1::2].flip(-1)
-        self.yielded, self._start = self._start, 0
-        for examples in dealt[self.yielded :, :, self.rank]:
-            self.yielded += 1
-            yield examples.tolist()
+        return dealt[:, :, self.rank].tolist()
 
-    # -- the place in the data
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the batches of this epoch next, from its first, or after `load_state_dict` of this epoch from that place."""
-        if epoch != self.epoch:
-            self.epoch, self.yielded, self._start = epoch, 0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches that were yielded, and what their order depends on. Workers of a loader ask
-        for batches ahead of training, which then counts its own steps: ``{**sampler.state_dict(), "yielded": steps}``."""
-        return {"epoch": self.epoch, "yielded": self.yielded, "order": self.order()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches that were yielded, on any number of ranks."""
-        order, places = state.get("order"), (state.get("epoch"), state.get("yielded"))
-        if not isinstance(order, Mapping):
-            raise StateError("this is not the state of a sampler by length: give load_state_dict what its state_dict returned")
-        for name, value in self.order().items():
-            if order.get(name) != value:
-                raise StateError(
-                    f"the sampler was saved with {name}={order.get(name)}, and has {name}={value}, which draws other "
-                    "batches: make it with the same data and arguments (multiple= for the edges), or only call set_epoch"
-                )
-        epoch, yielded = (-1 if place is None or not hasattr(place, "__index__") else index(place) for place in places)
-        if epoch < 0 or not 0 <= yielded <= len(self):
-            raise StateError(
-                "the sampler was saved in epoch {!r} after {!r} batches, and an epoch has {}: count the batches of that epoch "
-                "alone".format(*places, len(self))
-            )
-        self.epoch, self.yielded, self._start = epoch, yielded, yielded
-
-    def order(self) -> dict[str, Any]:
-        """Return what the batches of an epoch depend on, which all ranks must have alike."""
-        return {
-            **{"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last, "batch_size": self.batch_size},
-            **{"examples": len(self.lengths), "edges": list(self.edges), "lengths_checksum": checksum(self.lengths)},
-        }
+    def sizes(self) -> dict[str, Any]:
+        return {"drop_last": self.drop_last, "batch_size": self.batch_size, "edges": list(self.edges)}
 
 
 def length_edges(lengths: torch.Tensor, most: int, multiple: int, fewest: int) -> tuple[int, ...]:
@@ -209,43 +160,8 @@ def _with_one_more(cost: list[float], edges: list[int], ends: list[int], fewest:
     return out, chosen
 
 
-def sampler_on_mesh(
-    mesh: MeshHandle, lengths: torch.Tensor, batch_size: int, programs: int, multiple: int | None, **options: Any
-) -> LengthBatchSampler:
-    """Return the sampler of this rank's place on the data axis, which all ranks make alike. `multiple`: by default of 8, and of
-    what the model axes shard a sequence into, halves included (ring attention)."""
-    shards = lcm(8, 2 * prod(axis.size for axis in mesh.model_axes))
-    out = LengthBatchSampler(
-        lengths, batch_size=batch_size, rank=mesh.dp.coordinate, num_replicas=mesh.dp.size, programs=programs,
-        multiple=shards if multiple is None else multiple, **options,
-    )  # fmt: skip
-    remedy = "give it the same data set, in the same order, and the same arguments on every rank"
-    require_agreement({f"{name} of a sampler": Stated(str(x), remedy) for name, x in out.order().items()}, mesh.describe)
-    return out
-
-
-def checked_lengths(lengths: Iterable[int], dataset: Sized) -> torch.Tensor:
-    """Return the lengths of the examples of a data set as int64. RuntimeProblem where they are not one positive integer each."""
-    try:  # by way of Python's integers: torch has no minimum of unsigned ones, and takes no arrays of negative strides
-        given = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-        numbers = [index(length) for length in given]
-    except (TypeError, ValueError, RuntimeError):
-        given = numbers = [True]
-    if any(isinstance(length, bool) for length in given):
-        raise RuntimeProblem("lengths= takes one integer for each example: [len(example['input_ids']) for example in dataset]")
-    if len(numbers) != len(dataset):
-        raise RuntimeProblem(f"{len(numbers)} lengths for {len(dataset)} examples: give one for each, in their order")
-    for length in (min(numbers), max(numbers)) if numbers else ():
-        if not 1 <= length <= LONGEST:
-            remedy = "leave out examples without tokens" if length < 1 else f"give lengths in tokens, of {LONGEST} at most"
-            raise RuntimeProblem(f"example {numbers.index(length)} has length {length}: {remedy}")
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
 def _check_sizes(examples: int, batch_size: int, num_replicas: int, programs: int, multiple: int) -> None:
-    for name, value in (("batch_size", batch_size), ("programs", programs), ("multiple", multiple)):
-        if not isinstance(value, Integral) or value < 1:
-            raise RuntimeProblem(f"{name}={value}: give a positive integer")
+    check_positive(batch_size=batch_size, programs=programs, multiple=multiple)
     if batch_size % num_replicas:
         raise RuntimeProblem(
             f"a global batch of batch_size={batch_size} does not divide over dp={num_replicas}: give a multiple of {num_replicas}"
