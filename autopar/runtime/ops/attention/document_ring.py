@@ -51,6 +51,10 @@ class DocumentRing(Ring):
         spans = _spans(computed, keys, band) if size > 1 else {}
         return DocumentRing(size, coordinate, group, scale, band, keys, loans, kept[coordinate], computed, spans)
 
+    @property
+    def part_rows(self) -> int:
+        return sum(run.length for run in self.keys.ranks[0])
+
     def needed(self, rank: int, owner: int) -> Spans:
         return self.spans.get((rank, owner), ())
 

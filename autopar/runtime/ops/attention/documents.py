@@ -55,8 +55,8 @@ def _attend(
 
     ring.attend(k, v, add)
     out, lse = merged.finish()
-    (out,), (sums,) = (ring.exchange_queries([x], back=True) for x in (out, lse.unsqueeze(-1)))
-    return _by_example(out, examples).contiguous(), _by_example(sums, examples).squeeze(-1).contiguous()
+    out, sums = ring.exchange_queries([out, _as_columns(lse, out)], back=True)
+    return _by_example(out, examples).contiguous(), _as_numbers(_by_example(sums, examples), lse)
 
 
 def _gradients(
@@ -66,10 +66,9 @@ def _gradients(
     """Return the gradients of q, k and v. `results`: the gradient of the result, and what `_attend` returned."""
     ring, examples = _ring_of(ids, q.shape[0], size, coordinate, group, scale, (window_left, window_right)), q.shape[0]
     like, (grad, out, lse) = (q, k, v), results
-    q, k, v, grad, out, sums = (_end_to_end(x, size) for x in (q, k, v, grad, out, lse.unsqueeze(-1)))
-    queries, (sums,) = ring.exchange_queries([grad, q, out]), ring.exchange_queries([sums])
-    grad, q, out = queries
-    gradients = AttentionGradients.zero(grad, q, out, sums.squeeze(-1))
+    q, k, v, grad, out, sums = (_end_to_end(x, size) for x in (q, k, v, grad, out, _as_columns(lse, out)))
+    grad, q, out, sums = ring.exchange_queries([grad, q, out, sums])
+    gradients = AttentionGradients.zero(grad, q, out, _as_numbers(sums, lse))
 
     def add(rank: int, keys: Tensor, values: Tensor) -> Pair:
         to_k, to_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
@@ -84,6 +83,15 @@ def _gradients(
     (to_q,) = ring.exchange_queries([gradients.to_q.to(q.dtype)], back=True)
     to_q, to_k, to_v = (_laid_out(_by_example(x, examples), like) for x, like in zip((to_q, to_k, to_v), like, strict=True))
     return to_q, to_k, to_v
+
+
+def _as_columns(sums: Tensor, like: Tensor) -> Tensor:
+    """Return a number of each query as columns of the dtype of `like`, bit by bit, so that both are sent together."""
+    return sums.contiguous().unsqueeze(-1).view(like.dtype)
+
+
+def _as_numbers(columns: Tensor, like: Tensor) -> Tensor:
+    return columns.contiguous().view(like.dtype).squeeze(-1)
 
 
 def _end_to_end(x: Tensor, size: int) -> Tensor:

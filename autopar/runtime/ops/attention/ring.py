@@ -47,66 +47,112 @@ class Ring(ABC):
         """Return whether queries of `rank` see keys of the rank that is `step` before it."""
         return bool(self.needed(rank, (rank - step) % self.size))
 
+    @property
+    @abstractmethod
+    def part_rows(self) -> int:
+        """The keys that a rank has."""
+
     def steps(self) -> list[int]:
         """The steps in which any rank computes on keys of another: the same on all ranks."""
         return [step for step in range(1, self.size) if any(self.sees(rank, step) for rank in range(self.size))]
 
-    def send(self, step: int, flat: torch.Tensor, width: int, back: bool = False) -> torch.Tensor:
-        """Send rows of `width` elements to the rank that is `step` after this one, those that it needs, or `back` to the owner of
-        those that came from there; return what is received, empty where nothing is."""
-        after, before = (self.coordinate + step) % self.size, (self.coordinate - step) % self.size
-        sent, received = (after, self.needed(after, self.coordinate)), (before, self.needed(self.coordinate, before))
-        if back:
-            sent, received = received, sent
-        send, receive = (
-            [width * sum(length for _, length in spans) * (rank == peer) for rank in range(self.size)]
-            for peer, spans in (sent, received)
-        )
-        return all_to_all_rows(flat[: sum(send)], receive, send, self.group)
+    def rounds(self) -> list[tuple[int, ...]]:
+        """The steps whose keys arrive together, in one collective: no more of them than a rank has itself."""
+        out: list[tuple[int, ...]] = []
+        arrived = [0] * self.size
+        for step in self.steps():
+            more = [_count(self.needed(rank, (rank - step) % self.size)) for rank in range(self.size)]
+            together = [before + rows for before, rows in zip(arrived, more, strict=True)]
+            if out and max(together) <= self.part_rows:
+                out[-1] = (*out[-1], step)
+            else:
+                out.append((step,))
+                together = more
+            arrived = together
+        return out
 
-    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (step, keys, values) of the ranks that are `step` before this one, its own first, each while the next ones are in
-        flight: what its queries see of them, no rows where they see none."""
-        steps = self.steps()
+    def _needing(self, steps: Sequence[int]) -> list[tuple[int, Spans]]:
+        """The ranks that see keys of this one in these steps, in order, and which."""
+        ranks = sorted((self.coordinate + step) % self.size for step in steps)
+        return [(rank, self.needed(rank, self.coordinate)) for rank in ranks]
+
+    def _owning(self, steps: Sequence[int]) -> list[tuple[int, Spans]]:
+        """The ranks whose keys this one sees in these steps, in order, and which."""
+        ranks = sorted((self.coordinate - step) % self.size for step in steps)
+        return [(rank, self.needed(self.coordinate, rank)) for rank in ranks]
+
+    def _exchange(
+        self, flat: torch.Tensor, width: int, sent: list[tuple[int, Spans]], received: list[tuple[int, Spans]]
+    ) -> torch.Tensor:
+        """Send rows of `width` elements to ranks, in order, and return those that are received."""
+        send, receive = ([0] * self.size for _ in range(2))
+        for splits, pairs in ((send, sent), (receive, received)):
+            for rank, spans in pairs:
+                splits[rank] = width * _count(spans)
+        return all_to_all_rows(flat, receive, send, self.group)
+
+    def messages(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
+        """Yield (owner, keys, values) of this rank, and then of the ranks of each round while the next one's are in flight: what
+        its queries see of them, no rows where they see none."""
+        rounds, width = self.rounds(), _width(k, v)
         parts: dict[Spans, torch.Tensor] = {}
 
-        def send(step: int) -> torch.Tensor:
-            spans = self.needed((self.coordinate + step) % self.size, self.coordinate)
-            if spans not in parts:
-                parts[spans] = _flat(_rows_of(k, spans), _rows_of(v, spans), k.dtype)
-            return self.send(step, parts[spans], _width(k, v))
+        def send(steps: Sequence[int]) -> torch.Tensor:
+            ranks, flats = self._needing(steps), []
+            for _, spans in ranks:
+                if spans not in parts:
+                    parts[spans] = _flat(_rows_of(k, spans), _rows_of(v, spans), k.dtype)
+                flats.append(parts[spans])
+            return self._exchange(flats[0] if len(flats) == 1 else torch.cat(flats), width, ranks, self._owning(steps))
 
-        receiving = [send(step) for step in steps[:1]]
-        yield 0, k, v
-        for index, step in enumerate(steps):
-            receiving += [send(after) for after in steps[index + 1 : index + 2]]
-            yield step, *_pair(wait_tensor(receiving.pop(0)), k, v)
+        receiving = [send(steps) for steps in rounds[:1]]
+        yield [(self.coordinate, k, v)]
+        for index, steps in enumerate(rounds):
+            receiving += [send(after) for after in rounds[index + 1 : index + 2]]
+            owners = self._owning(steps)
+            blocks = wait_tensor(receiving.pop(0)).split([width * _count(spans) for _, spans in owners])
+            yield [(owner, *_pair(block, k, v)) for (owner, _), block in zip(owners, blocks, strict=True)]
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, add: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
         """Call `add` with the rank, the keys and the values of every part that this rank's queries see."""
-        for step, keys, values in self.blocks(k, v):
-            if step == 0 or self.sees(self.coordinate, step):
-                add((self.coordinate - step) % self.size, keys, values)
+        for message in self.messages(k, v):
+            for owner, keys, values in message:
+                if keys.shape[2]:
+                    add(owner, keys, values)
 
     def gradients(self, k: torch.Tensor, v: torch.Tensor, add: Callable[[int, torch.Tensor, torch.Tensor], Pair]) -> Pair:
         """Return the gradients of this rank's keys and values, in the wide dtype: `add` makes those of each part that its queries
         see, which go back to their owner while the next are computed."""
+        rounds, width = self.rounds(), _width(k, v)
         own: list[torch.Tensor] = []
-        returning: list[tuple[Spans, torch.Tensor]] = []
-        for step, keys, values in self.blocks(k, v):
-            if step == 0:
-                own += add(self.coordinate, k, v)
+        returning: list[tuple[Sequence[int], torch.Tensor]] = []
+        for index, message in enumerate(self.messages(k, v)):
+            if index == 0:
+                own += add(*message[0])
                 continue
-            sees = self.sees(self.coordinate, step)
-            pair = add((self.coordinate - step) % self.size, keys, values) if sees else (keys, values)
-            spans = self.needed((self.coordinate + step) % self.size, self.coordinate)
-            returning.append((spans, self.send(step, _flat(*pair, k.dtype), _width(k, v), back=True)))
+            steps = rounds[index - 1]
+            # also no rows are rows of gradients: what does not depend on them a compiled forward would send, on some ranks
+            pairs = [add(*part) if part[1].shape[2] else (own[0][:, :, :0], own[1][:, :, :0]) for part in message]
+            flat = torch.cat([_flat(*pair, k.dtype) for pair in pairs])
+            returning.append((steps, self._exchange(flat, width, self._owning(steps), self._needing(steps))))
             if len(returning) > 1:
-                _add(*returning.pop(0), *own)
+                self._add(*returning.pop(0), *own)
         for each in returning:
-            _add(*each, *own)
+            self._add(*each, *own)
         to_k, to_v = own
         return to_k, to_v
+
+    def _add(self, steps: Sequence[int], received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
+        """Add the gradients of this rank's keys and values that the ranks of a round have computed."""
+        ranks, width = self._needing(steps), _width(to_k, to_v)
+        blocks = wait_tensor(received).split([width * _count(spans) for _, spans in ranks])
+        for (_, spans), block in zip(ranks, blocks, strict=True):
+            for total, part in zip((to_k, to_v), _pair(block, to_k, to_v), strict=True):
+                at = 0
+                # also where nothing comes: what a compiled backward does not use, it does not send either
+                for first, length in spans or ((0, 0),):
+                    total.narrow(2, first, length).add_(part.narrow(2, at, length))
+                    at += length
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +177,10 @@ class BandRing(Ring):
             return ((rank * length, length),)
         half = length // 2
         return (2 * rank * half, half), ((2 * self.size - 1 - 2 * rank) * half, half)
+
+    @property
+    def part_rows(self) -> int:
+        return self.keys
 
     def needed(self, rank: int, owner: int) -> Spans:
         return ((0, self.keys),) if any_visible(self.rows(rank), self.columns(owner), self.band) else ()
@@ -158,6 +208,10 @@ def ring_of(
     reaches = left is None or 2 * left >= queries * size
     zigzag = right == 0 and reaches and queries == keys and not (queries % 2 or mask_rows)
     return BandRing(size=size, coordinate=here, group=group, queries=queries, keys=keys, band=band, zigzag=zigzag)
+
+
+def _count(spans: Spans) -> int:
+    return sum(length for _, length in spans)
 
 
 def _rows_of(x: torch.Tensor, spans: Spans) -> torch.Tensor:
@@ -206,15 +260,6 @@ class _Ring(torch.autograd.Function):
         to_k, to_v = ring.gradients(keys, values, lambda rank, k, v: gradients.add(ring.tile(rank, mask, scale), k, v))
         results = ring.exchange_halves((gradients.to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)))
         return None, None, *results, gradients.to_mask
-
-
-def _add(spans: Spans, received: torch.Tensor, to_k: torch.Tensor, to_v: torch.Tensor) -> None:
-    """Add the gradients of these rows of this rank's keys and values, which another rank has computed."""
-    for total, part in zip((to_k, to_v), _pair(wait_tensor(received), to_k, to_v), strict=True):
-        at = 0
-        for first, length in spans:
-            total.narrow(2, first, length).add_(part.narrow(2, at, length))
-            at += length
 
 
 def attention_ring(
