@@ -31,6 +31,7 @@ from autopar.given_plan import batch_dims, check_float8, check_launch, check_opt
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
+from autopar.ops.quantized import with_plain_storage
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, RuntimeOptions, held_bytes
 from autopar.plan_inputs import (
     ExampleInputs,
@@ -142,6 +143,7 @@ def parallelize(
     Raises `AutoparError`.
     """
     check_model(model)
+    model = with_plain_storage(model)
     options = PlanOptions(
         precision=precision, force=force, constrain=constrain, optimizer=optimizer, strict=strict,
         time_limit_seconds=time_limit_seconds, outputs=outputs, batch_norm=batch_norm, expert_load=expert_load, loss_fn=loss_fn,

@@ -18,6 +18,7 @@ from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.ops.quantized import with_plain_storage
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
 from autopar.plan_inference import plan_inference
 from autopar.plan_inputs import (
@@ -147,6 +148,7 @@ def nearest_plans(
     """Return the plan, and up to `count` - 1 others of the search that fit, the shortest predicted steps first: one of each mesh,
     state group, number of micro-batches and schedule. Only a single one comes from the `cache`."""
     check_model(model)
+    model = with_plain_storage(model)
     if options.infers:
         with inference(model):
             return (plan_inference(model, cluster, example_inputs, options, progress, cache),)

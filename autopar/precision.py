@@ -19,14 +19,15 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "flo
 
 
 def precision_of(precision: PrecisionLike | None, model: nn.Module) -> Precision:
-    """Return the precision that was asked for; by default the dtype that most of the model's parameters have."""
+    """Return the precision that was asked for; by default the dtype that most of the model's floating-point parameters have:
+    the others are stored as they are."""
     if isinstance(precision, Precision):
         return precision
     if isinstance(precision, MixedPrecisionPolicy):
         return _precision_of_policy(precision, model)
     if precision is None:
         counts: dict[torch.dtype, int] = {}
-        for parameter in model.parameters():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
         own = str(max(counts, key=lambda dtype: counts[dtype], default=torch.float32)).removeprefix("torch.")
         return Precision(own, own)

@@ -19,7 +19,9 @@ RANDOM = frozenset(("ap.dropout", "ap.random", "aten.rand", "aten.randn", "aten.
 
 
 def canonical(op: str) -> str:
-    """``aten.add.Tensor`` -> ``aten.add``, and one name for those that are the same."""
+    """``aten.add.Tensor`` -> ``aten.add``, and one name for those that are the same. A view of other bits is no reshape."""
+    if op == "aten.view.dtype":
+        return op
     namespace, name, *_ = op.split(".")
     return f"{namespace}.{CANONICAL.get(name, name)}"
 

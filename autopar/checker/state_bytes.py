@@ -42,7 +42,10 @@ class StateBytes:
                 elements = whole // unit
                 sharded = zero > 0 and ranks > 1
                 mine = share if sharded else whole
-                gathered += elements * compute if sharded or unit != compute else 0
+                if "int" in each.dtype:
+                    gathered += whole if sharded else 0
+                else:
+                    gathered += elements * compute if sharded or unit != compute else 0
                 stored += mine * (2 + moments if each.trainable else 1)
                 if each.trainable:
                     block_gradients += elements * max(unit, compute)

@@ -12,6 +12,7 @@ from autopar.operations.notation.spelling import OperationCall, function, infix,
 from autopar.operations.operation import Operation, several
 
 CAST, CLONE, MULTIPLY, RELU = "aten.to.dtype", "aten.clone", "aten.mul.Tensor", "aten.relu"
+VIEW_BITS = "aten.view.dtype"
 FIRST = ((0,),)
 """Linear in the first operand."""
 
@@ -26,6 +27,14 @@ def elementwise_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
         return [letter(i + offset) if size == result[i + offset] else fixed(size) for i, size in enumerate(shape)]
 
     return DerivedLine(line_text(map(terms, shapes), (terms(value.shape) for value in node.outputs)))
+
+
+def view_bits_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``x.view(dtype)``: the last dimension is whole where elements of another size change it."""
+    before, after = shapes[0], node.outputs[0].shape
+    sides = [[letter(i) if a == b else fixed(side[i]) for i, (a, b) in enumerate(zip(before, after, strict=True))]
+             for side in (before, after)]  # fmt: skip
+    return DerivedLine(line_text(sides[:1], sides[1:]))
 
 
 def glu_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -88,5 +97,6 @@ OPERATIONS = (
         logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel""",
     ),
     *several(Operation("aten", spelling=method), "contiguous float"),
+    Operation(VIEW_BITS, view_bits_rule, view=True),
     Operation("aten.glu", glu_rule, spelling=function("F")),
 )

@@ -57,6 +57,11 @@ def addmm_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     return DerivedLine(line_text([bias, [*batch, "m", "k+"], [*batch, "k+", "n"]], [names]))
 
 
+def dequantize_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``dequantize_4bit(packed, absmax, ...)``: two elements a byte, and one scale for each block of a row."""
+    return DerivedLine("n (b p!), n b -> n (b k!)")
+
+
 def _flops(left: int, node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
     return 2.0 * prod(out[0]) * a[left][-1]
 
@@ -80,6 +85,7 @@ OPERATIONS = (
     Operation(
         PUBLISHED_FLOAT8, "... k+, n k+, n -> ... n", flops=_FLOPS, product=True, linear=True, float8=True, published=True
     ),
+    Operation("bitsandbytes.dequantize_4bit", dequantize_rule, sizes_at=4),
     Operation("aten.mm", "m k+, k+ n -> m n", flops=_FLOPS, product=True, spelling=method),
     Operation("aten.bmm", "b m k+, b k+ n -> b m n", flops=_FLOPS, product=True, batched=True, spelling=method),
     Operation("aten.matmul", matmul_rule, flops=_FLOPS, product=True, batched=True, spelling=method),

@@ -37,7 +37,8 @@ def gradient_exchanges(graph: Graph, candidate: Candidate, cluster: Cluster) -> 
     trainable = 0.0
     for block in graph.blocks:
         stored = zip(block.parameters, candidate.block(block.name).parameters, strict=True)
-        trainable += state_group(stored, mesh).trainable * graph.count(block.name) / candidate.pipeline.stages
+        group = state_group(stored, mesh, candidate.precision)
+        trainable += group.trainable * graph.count(block.name) / candidate.pipeline.stages
     gradient_bytes = trainable * itemsize(candidate.precision.reduction)
     link = links_of_axis(stage_cluster(cluster, candidate.pipeline.stages), mesh, mesh.index(DATA_AXIS))
     reduced = fastest_algorithm("all_reduce", gradient_bytes, link)

@@ -10,6 +10,7 @@ from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
+from autopar.ir.plan import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,19 @@ PERSISTENT = 100_000
 """Elements up to which DeepSpeed keeps a parameter whole on every rank (``stage3_param_persistence_threshold``: 1e5)."""
 
 
-def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh) -> StateGroup:
+def stored_elements(parameter: Parameter, precision: Precision) -> float:
+    """Return the elements of a parameter, in those of the master dtype: integers (weights of 4 or 8 bits) are stored and gathered
+    as they are, and count by their bytes. Of a buffer its own elements."""
+    count, dtype = prod(size for size in parameter.value.shape if isinstance(size, int)), parameter.value.dtype
+    return count * itemsize(dtype) / itemsize(precision.master) if "int" in dtype and not parameter.buffer else count
+
+
+def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh, precision: Precision) -> StateGroup:
     """Return the group of these parameters, each with the placements that it is stored in."""
     elements = trainable = buffers = largest = 0.0
     tensors = small = 0
     for parameter, placements in parameters:
-        count = prod(size for size in parameter.value.shape if isinstance(size, int)) / shard_count(placements, mesh.sizes)
+        count = stored_elements(parameter, precision) / shard_count(placements, mesh.sizes)
         if parameter.buffer:
             buffers += count * itemsize(parameter.value.dtype)
             continue

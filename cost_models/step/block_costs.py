@@ -208,10 +208,10 @@ class BlockCosts:
         experts: list[tuple[Parameter, Placements]] = []
         for parameter, at in stored:
             (experts if parameter in self.expert_degrees else common).append((parameter, at))
-        cost = self.group_state_cost(state_group(common, self.mesh), zero, precision, optimizer)
+        cost = self.group_state_cost(state_group(common, self.mesh, precision), zero, precision, optimizer)
         if not experts:
             return cost
-        degree, group = self.expert_degrees[experts[0][0]], state_group(experts, self.mesh)
+        degree, group = self.expert_degrees[experts[0][0]], state_group(experts, self.mesh, precision)
         links = expert_links(self.cluster, self.mesh, degree, [at for _, at in experts])
         local = StateGroup(
             group.elements / degree, group.trainable / degree, group.tensors, group.buffer_bytes, group.largest / degree

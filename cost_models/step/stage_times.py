@@ -139,7 +139,8 @@ def _tied_gradient_seconds(
             for name, parameter, at in zip(call.parameters, trace.costs.block.parameters, trace.plan.parameters, strict=True):
                 users.setdefault(name, set()).add(stages[chunk])
                 shards = (candidate.zero_group or mesh.size_of(DATA_AXIS)) if trace.plan.zero else 1
-                sizes[name] = state_group([(parameter, at)], mesh).trainable * itemsize(candidate.precision.master) / shards
+                group = state_group([(parameter, at)], mesh, candidate.precision)
+                sizes[name] = group.trainable * itemsize(candidate.precision.master) / shards
     out: dict[int, float] = {}
     for name, on_stages in users.items():
         if len(on_stages) > 1 and sizes[name]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from support.harness.end_to_end import prepare
 from support.models.small_models import cases
 from support.oracles.interpret_graph import loss_and_gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.capture import capture
 
 
 @pytest.mark.parametrize("name", list(cases()))
@@ -39,3 +46,33 @@ def test_layers_are_one_block(name: str) -> None:
     assert graph.batch_is_symbolic
     assert sorted(graph.count(block.name) for block in graph.blocks) == [1, 1, 2]
     assert {parameter for call in graph.calls for parameter in call.parameters} >= set(prepared.expected[2])
+
+
+class Checkpointed(nn.Module):
+    """Layers whose forward runs under `checkpoint`, between two others."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, **self.options)
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_pass_through_a_checkpoint(reentrant: bool) -> None:
+    """The forward of a reentrant one is without gradients, and once it was captured so: the backward ended in torch's error.
+    ``prepare_model_for_kbit_training`` of peft makes such ones by default."""
+    torch.manual_seed(0)
+    model = Checkpointed(use_reentrant=reentrant).double()
+    batch = {"x": torch.randn(8, 8, dtype=torch.float64), "y": torch.randn(8, 4, dtype=torch.float64)}
+    model(**batch).backward()
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _, gradients = loss_and_gradients(capture(model, (), batch), state, batch)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)

@@ -40,6 +40,8 @@ ELSEWHERE = {
     f"PYTHONPATH=../zoo .venv/bin/autopar verify {ZOO}/catalog.py:deep_fm --cluster local:4 --dtype float64": "by hand",
     "pip install --no-deps --target ../torchao torchao==0.18.0": "by hand: it needs the package index",
     "PYTHONPATH=../torchao .venv/bin/python -m pytest tests/e2e/precision/test_float8.py": "by hand",
+    "pip install --no-deps --target ../quantized bitsandbytes==0.50.2 torchao==0.18.0": "by hand: it needs the package index",
+    "PYTHONPATH=../quantized .venv/bin/python -m pytest tests/e2e/models/test_quantized_bases.py": "by hand",
     TRL: "by hand: it needs the package index",
     'PYTHONPATH=../trl/site-packages .venv/bin/python -m pytest tests/e2e/ports -k "sft or dpo_lora"': "by hand",
     "pip install --no-deps --target ../spmd spmd-types==0.3.1": "by hand: it needs the package index",

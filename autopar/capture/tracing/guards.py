@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import is_fixed_recurrent
@@ -96,6 +97,9 @@ def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
     function_apply = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            function, _, *operands = args  # its forward is without gradients, which its backward makes by a second forward
+            return function(*operands)
         qualified = f"{cls.__module__}.{cls.__qualname__}"
         if cls.__module__.startswith("torch.") or qualified in allowed or cls.__qualname__ in allowed:
             return function_apply.__get__(None, cls)(*args, **kwargs)

@@ -80,6 +80,14 @@ def linear_float8(call: WholeCall) -> OperationRow:
     return replace(product("nk")(call), linear=())
 
 
+def dequantize_4bit(call: WholeCall) -> OperationRow:
+    """Blocks of a row, each with one scale: they are cut whole."""
+    (rows, packed), (_, blocks) = call.shapes
+    row, block = ("n", rows), ("b", blocks)
+    made = ((row,), (block, ("", call.results[0][1] // blocks)))
+    return OperationRow((((row,), (block, ("", packed // blocks))), ((row,), (block,))), (made,))
+
+
 def matmul(call: WholeCall) -> OperationRow:
     a, b = call.shapes
     rank = max(len(a), len(b))
@@ -263,6 +271,7 @@ ROWS: Rows = {
     "aten.linear": product("nk"),
     "ap.linear_kn": product("kn"),
     "ap.linear_float8_dynamic": linear_float8,
+    "bitsandbytes.dequantize_4bit": dequantize_4bit,
     **aten("mm bmm matmul mv dot", matmul),
     **aten("addmm baddbmm", addmm),
     "aten.einsum": einsum,

@@ -34,6 +34,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "aten.new_full": ("size",), "aten.new_empty": ("size",), "aten.group_norm": ("num_groups", "cudnn_enabled"),
     "aten.layer_norm": ("cudnn_enable",), "aten.conv1d": ("groups",), "aten.conv2d": ("groups",), "aten.conv3d": ("groups",),
     "aten.convolution": ("groups",), "aten.repeat_interleave": ("output_size",),
+    "bitsandbytes.dequantize_4bit": ("shape", "4"),
     **dict.fromkeys((op for op in ROWS if op.startswith("aten.upsample_")), ("output_size",)),
     "aten.softmax": ("half_to_float", "dtype"), "aten.log_softmax": ("half_to_float", "dtype"),
 }  # fmt: skip

@@ -127,6 +127,12 @@ def pairs(call: WholeCall) -> OperationRow:
     return OperationRow((sides[0],), (sides[1],), linear=((0,),))
 
 
+def other_bits(call: WholeCall) -> OperationRow:
+    """``view(dtype)``: elements of another size change the last dimension, which is whole then."""
+    last = (len(call.shapes[0]) - 1,) if call.shapes[0] != call.results[0] else ()
+    return OperationRow((letters(call.shapes[0], without=last),), (letters(call.results[0], without=last),))
+
+
 def diagonal(call: WholeCall) -> OperationRow:
     given = (call.dim("dim1", 0), call.dim("dim2", 1))
     dims = letters(call.shapes[0], without=given)
@@ -155,6 +161,7 @@ ROWS: Rows = {
     "aten.repeat_interleave": interleaved,
     "aten.glu": halves,
     **aten("view_as_complex view_as_real", pairs),
+    "aten.view.dtype": other_bits,
     "aten.diagonal": diagonal,
     "aten.unfold": windows,
 }

@@ -132,7 +132,7 @@ def state_rows(plan: Plan) -> Iterator[dict[str, Any]]:
     policy = StatePolicy.of(plan.candidate.precision, optimizer_named(plan.document.optimizer))
     for block in plan.graph.blocks:
         chosen = plan.candidate.block(block.name)
-        group = state_group(zip(block.parameters, chosen.parameters, strict=True), mesh)
+        group = state_group(zip(block.parameters, chosen.parameters, strict=True), mesh, plan.candidate.precision)
         if group.trainable and mesh.size_of("dp") > 1:
             yield {
                 "block": block.name,

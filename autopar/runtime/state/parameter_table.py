@@ -84,9 +84,9 @@ def shared_entries(table: Table) -> list[ParameterEntry]:
 
 
 def _one_dtype(entries: Iterable[ParameterEntry]) -> None:
-    """FSDP2 takes one dtype per group: entries of other dtypes than the largest become replicated."""
+    """FSDP2 takes one dtype per group of what trains: trainable entries of other dtypes than the largest become replicated."""
     sizes: dict[str, int] = {}
-    sharded = [entry for entry in entries if entry.zero_dim is not None]
+    sharded = [entry for entry in entries if entry.zero_dim is not None and entry.spec.trainable]
     for entry in sharded:
         sizes[entry.spec.dtype] = sizes.get(entry.spec.dtype, 0) + torch.Size(entry.spec.shape).numel()
     for entry in sharded:

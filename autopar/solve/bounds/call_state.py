@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from operator import le
 
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_group import StateGroup
+from autopar.cost_models.state.state_group import StateGroup, stored_elements
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.problem.boundary import CallKind
@@ -73,7 +72,7 @@ def sharded_state(
     allocator reserves for them when the last forward ends."""
     costs, device = problem.blocks[block].costs, problem.cluster.device
     cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
-    sizes = [prod(size for size in each.value.shape if isinstance(size, int)) for each in parameters]
+    sizes = [stored_elements(each, problem.precision) for each in parameters]
     trained = sum(size for each, size in zip(parameters, sizes, strict=True) if each.trainable) / cut
     group = StateGroup(sum(sizes) / cut, trained, len(parameters))
     cost = costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
-from autopar.cost_models.state.state_group import StateGroup
+from autopar.cost_models.state.state_group import StateGroup, stored_elements
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir.graph import Parameter
@@ -69,25 +68,18 @@ def add_state_terms(form: Formulation) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StoredParameter:
-    """A parameter: `placements` are those it may be stored in, `elements` those on one device by ZeRO stage, as expressions."""
+    """A parameter: `placements` are those it may be stored in, `count` its elements, and `elements` those on one device by ZeRO
+    stage, as expressions."""
 
     parameter: Parameter
     placements: tuple[Placements, ...]
+    count: float
     elements: Mapping[int, Terms]
-
-    @property
-    def count(self) -> int:
-        """Elements, unsharded."""
-        return _elements(self.parameter)
 
     def extremes(self, sizes: Sequence[int]) -> tuple[float, float]:
         """The least and most elements on one device, over the placements."""
         cuts = [shard_count(at, sizes) for at in self.placements]
         return self.count / max(cuts), self.count / min(cuts)
-
-
-def _elements(parameter: Parameter) -> int:
-    return prod(size for size in parameter.value.shape if isinstance(size, int))
 
 
 def _stored_parameter(form: Formulation, slot: Slot, z: Mapping[int, int]) -> _StoredParameter:
@@ -97,7 +89,8 @@ def _stored_parameter(form: Formulation, slot: Slot, z: Mapping[int, int]) -> _S
     by_shards: dict[int, list[int]] = {}
     for at, w in zip(placements, form.w[number], strict=True):
         by_shards.setdefault(shard_count(at, form.problem.mesh.sizes), []).append(w)
-    return _StoredParameter(parameter, placements, _local_elements(form, float(_elements(parameter)), by_shards, z))
+    count = float(stored_elements(parameter, form.problem.precision))
+    return _StoredParameter(parameter, placements, count, _local_elements(form, count, by_shards, z))
 
 
 def _local_elements(

@@ -200,3 +200,31 @@ def test_frozen_state_is_priced_as_such(kind: str) -> None:
         memory = dict(plan(captured, {"dp": 4, "tp": 1, "zero": 0, "pp": 1}).evaluation.memory)  # type: ignore[arg-type]
         assert memory["optimizer"] == pytest.approx(2 * trained, rel=0.01)
         assert memory["gradients"] <= 1.01 * trained
+
+
+def base_of_another_dtype() -> Any:
+    """Adapters in float64 on a base in float32, which is larger."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    model = peft.get_peft_model(Net(), config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float64 if parameter.requires_grad else torch.float32)
+    return model
+
+
+def shards_of_two_dtypes(batch: dict[str, Tensor]) -> Any:
+    parallel = autopar.parallelize(base_of_another_dtype(), "local:4", batch, force="dp=4,zero=3", cache=False)
+    held = {name: each.to_local().numel() / each.numel() for name, each in parallel.named_parameters()}  # type: ignore[attr-defined]
+    return train(parallel, [batch] * 3).losses, held
+
+
+def test_a_frozen_base_of_another_dtype_is_sharded_with_its_adapters(ranks: RankPool) -> None:
+    """FSDP2 wants one dtype of what trains; whichever was smaller was replicated."""
+    pytest.importorskip("peft")
+    batch = {name: torch.randn(8, size, generator=torch.Generator().manual_seed(5)) for name, size in {"x": 8, "y": 4}.items()}
+    expected = train(base_of_another_dtype(), [batch] * 3).losses
+    for losses, held in ranks.run(shards_of_two_dtypes, batch, timeout=120):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert all(share == 0.25 for name, share in held.items() if ".layers." in name), held

@@ -24,8 +24,8 @@ class TensorSpec:
     def make(self) -> torch.Tensor:
         if self.dtype == "bool":
             return torch.rand(self.shape) < 0.7
-        if self.dtype == "int64":
-            return torch.randint(0 if self.within is None else 1, self.high, self.shape)
+        if "int" in self.dtype:
+            return torch.randint(0 if self.within is None else 1, self.high, self.shape, dtype=getattr(torch, self.dtype))
         x = torch.randn(self.shape, dtype=getattr(torch, self.dtype))
         return x.uniform_(*self.within) if self.within else x
 

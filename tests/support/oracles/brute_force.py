@@ -89,7 +89,7 @@ class Exhaustion:
 
     def _update(self, block: Block, name: str, at: Placements) -> float:
         parameter = next(each for each in block.parameters if each.value.name == name)
-        group = state_group([(parameter, at)], self.mesh)
+        group = state_group([(parameter, at)], self.mesh, self.precision)
         link = links_of_axis(self.cluster, self.mesh, 0)
         return state_cost(group, 0, link, self.cluster.device, self.precision, optimizer_named("adamw")).optimizer_seconds
 

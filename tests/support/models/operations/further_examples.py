@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
+from autopar.ir.graph import DType
 from support.models.operation_examples import TensorSpec, i, m, p, t, u
 
+OPTIONAL = ("bitsandbytes.dequantize_4bit",)
+"""Operations of packages that the tests do not need, which are examples where these are installed."""
 Example = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
@@ -32,11 +36,24 @@ def further_operations() -> Iterator[Example]:
     yield "aten._prelu_kernel", (t(4, 8), t(1, 8)), {}
     yield "aten.view_as_complex", (t(4, 8, 2),), {}
     yield "aten.mul.Tensor", (z(4, 8), z(8)), {}
+    for dtype in ("float32", "int16", "complex64"):  # as many elements, twice as many, half as many
+        yield "aten.view.dtype", (TensorSpec((4, 8), "int32", 99), DType(dtype)), {}
     yield "aten._fft_r2c", (t(4, 8, 6), (2,), 0, True), {}
     yield "aten._fft_c2r", (z(4, 8, 4), (2,), 0, 6), {}
     yield "aten._fft_c2c", (z(4, 8, 6), (0, 2), 0, True), {}
     yield from _images()
     yield from _sequences()
+    if find_spec("bitsandbytes") is not None:
+        yield from _quantized()
+
+
+def _quantized() -> Iterator[Example]:
+    import bitsandbytes  # noqa: F401 (its operators are registered)
+
+    packed = TensorSpec((4, 64), "uint8", 256)
+    for block in (32, 64):
+        scales = TensorSpec((4, 128 // block), "float32", within=(0.5, 3.0))
+        yield OPTIONAL[0], (packed, scales, block, "nf4", (4, 128), DType("float32")), {}
 
 
 def _images() -> Iterator[Example]:
