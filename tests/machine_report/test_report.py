@@ -139,8 +139,8 @@ def test_cases_are_of_bundled_models(gpus: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [each for each in cases(1) if isinstance(each, StepCase)], ids=lambda each: each.name)
 def test_steps_fit_the_device(case: StepCase) -> None:
-    """By our constants, on the smallest of the devices that are likely to be lent. (Run dry on fake tensors once, they took what
-    is predicted within a quarter; that takes a minute each.)"""
+    """By our constants, on the smallest of the devices that are likely to be lent. (Six of the models were run dry on fakes
+    once, a minute each, and took what is predicted within a quarter.)"""
     plan = plan_case(case, preset_with_devices("dgx-h100", case.devices))
     predicted = plan.document.predicted
     assert predicted.peak_memory_bytes is not None and predicted.peak_memory_bytes < 0.7 * 80e9
