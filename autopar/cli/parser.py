@@ -366,6 +366,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="8,64",
         help="under torchrun: devices that each level of links joins (default: a node)",
     )
+    whole = "verify and measure models too, beside what our constants predict, and write all of it (a GPU: 8 minutes)"
+    calibrate.add_argument("--report", metavar="report.json", help=whole)
+    calibrate.add_argument("--minutes", type=amount, default=8.0, metavar="8", help="with --report: no model begins after these")
 
     tune = add("tune", "tune", "under torchrun: run the plan and those nearest to it in turn, and keep the fastest")
     _planning(tune)

@@ -38,9 +38,10 @@ class RealRun:
     peak_bytes: int
 
 
-def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) -> RealRun:
+def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1, compiler: str = "") -> RealRun:
     """Train `steps` steps with random weights and a random batch, and one more for its memory. AutoparError where the plan has no
-    such rank. On a CPU it computes with so many `threads` (torchrun gives each rank one)."""
+    such rank. On a CPU it computes with so many `threads` (torchrun gives each rank one). `compiler`: of torch.compile, for
+    blocks; none: they run as they are."""
     candidate = plan.candidate
     check_rank(plan, rank)
     module = build_program(plan.graph, candidate)
@@ -48,7 +49,7 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
     torch.set_num_threads(threads)
     try:
         with fake_group(rank, candidate.devices):
-            parallel = _parallel(module.Program)
+            parallel = _parallel(module.Program, compiler)
             device = parallel.program.mesh.device
             batch = {name: tensor.to(device) for name, tensor in random_batch(lower(plan.graph, candidate)).items()}
             optimizer = make_optimizer(plan.document.optimizer, parallel, device.type != "cpu")
@@ -59,12 +60,13 @@ def measure_rank(plan: Plan, rank: int = 0, steps: int = 5, threads: int = 1) ->
         torch.set_num_threads(before)
 
 
-def _parallel(program_class: Any) -> Parallel:
-    """Build the program of this rank with random weights, each made when it is asked for."""
+def _parallel(program_class: Any, compiler: str) -> Parallel:
+    """Build the program of this rank with random weights, each made when it is asked for, and on the device: the host would take
+    minutes for those of a large model."""
     program = program_class(MeshHandle(program_class.mesh_axes))
     specs = parameter_index(program.roots()).specs
-    generator = torch.Generator().manual_seed(0)
-    parallel = Parallel(program, lambda name: _random(specs[name], generator), check_batch_every=0)
+    generator = torch.Generator(program.mesh.device).manual_seed(0)
+    parallel = Parallel(program, lambda name: _random(specs[name], generator), check_batch_every=0, compile=compiler)
     if parallel.pipeline_step is not None:
         executor = parallel.pipeline_step.executor
         executor.p2p = _OtherStages(program.mesh, executor.p2p.groups)
@@ -73,12 +75,12 @@ def _parallel(program_class: Any) -> Parallel:
 
 def _random(spec: ParameterSpec, generator: torch.Generator) -> torch.Tensor:
     """Draw a parameter: ones for what may be a scale, normal numbers for the rest."""
-    dtype = getattr(torch, spec.dtype)
+    dtype, device = getattr(torch, spec.dtype), generator.device
     if not dtype.is_floating_point:
-        return torch.zeros(spec.shape, dtype=dtype)
+        return torch.zeros(spec.shape, dtype=dtype, device=device)
     if spec.buffer or (len(spec.shape) < 2 and spec.path.endswith("weight")):
-        return torch.ones(spec.shape, dtype=dtype)
-    return torch.randn(spec.shape, generator=generator).mul_(_SCALE).to(dtype)
+        return torch.ones(spec.shape, dtype=dtype, device=device)
+    return torch.randn(spec.shape, generator=generator, device=device).mul_(_SCALE).to(dtype)
 
 
 class _OtherStages(PointToPoint):
@@ -109,12 +111,17 @@ def _measure(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: torc
             optimizer.step()
             optimizer.zero_grad()
 
+    def measured(count: int) -> dict[str, Any]:
+        measurement = parallel.measure(count)
+        train(count + 1)
+        found = measurement.report().measured
+        measurement.stop()
+        return found
+
     train(1)
-    measurement = parallel.measure(steps)
-    train(steps + 1)
-    measured = measurement.report().measured
-    measurement.stop()
-    return measured
+    if parallel.compiler:
+        measured(1)  # blocks that are observed are compiled anew
+    return measured(steps)
 
 
 def compare_with_plan(plan: Plan, run: RealRun) -> dict[str, Any]:

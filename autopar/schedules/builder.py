@@ -32,7 +32,8 @@ class ScheduleBuilder:
     numbers. `position` orders names in messages, in the search and among schedules of one makespan.
 
     Chunk c lies on stage ``c mod stages``; with `v_shaped`, each stage has two chunks, and the second ones go back from the last
-    stage to the first. At least `micro_batches_per_stage` times as many micro-batches as stages are needed.
+    stage to the first. At least `micro_batches_per_stage` times as many micro-batches as stages are needed. With
+    `splits_backward` weight gradients have actions of their own.
 
     For the search: it looks at the schedule unasked where `searched`, with several chunks a stage where `interleaved`.
     `bubble_passes(virtual, micro_batches)` is what filling and draining cost for each further stage, in passes of one micro-batch
@@ -44,6 +45,7 @@ class ScheduleBuilder:
     position: int = 100
     actions: Callable[[int, int, int, int], tuple[Action, ...]]
     v_shaped: bool = False
+    splits_backward: bool = False
     micro_batches_per_stage: int = 0
     searched: bool = False
     interleaved: bool = False

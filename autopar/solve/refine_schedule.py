@@ -74,7 +74,7 @@ def _synthesis(
 ) -> Synthesis | None:
     from autopar.solve.pipeline.synthesize import synthesize  # CP-SAT's package imports pandas: 0.4 s
 
-    runs_of = stage_traces(graph, candidate, cluster)
+    runs_of = stage_traces(graph, candidate, cluster, split_backward=True)
     chunks = chunk_costs(graph, candidate, cluster, runs_of, optimizer_named(optimizer))
     rank_of = stage_of_chunks(candidate.pipeline)
     saved_bytes = call_saved_bytes(graph, {name: run.memory for name, run in runs_of[0].items()})

@@ -159,15 +159,22 @@ def _fresh_page_rate(run: CalibrationRun) -> float:
 
 
 def known_device(name: str) -> Device | None:
-    """Return the bundled device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for, if any."""
+    """Return the bundled device that a driver's name stands for, if any."""
+    preset = known_preset(name)
+    return read_cluster(preset_path(preset), preset).device if preset else None
+
+
+def known_preset(name: str) -> str:
+    """Return the bundled cluster of the device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for; the
+    empty text where there is none."""
     parts = name.upper().replace("-", " ").split()
-    for preset in presets():
+    for preset in sorted(presets(), key=lambda each: not each.startswith("dgx")):  # of one device the maker's own machine
         device = read_cluster(preset_path(preset), preset).device
         *words, size = device.name.upper().split()
         model = [word for word in words if not word.startswith("SXM")]  # which drivers leave out
         if all(word in parts for word in model) and "PCIE" not in parts and (model[0] not in ("A100", "V100") or size in parts):
-            return device
-    return None
+            return preset
+    return ""
 
 
 def _timings(kind: str, run: CalibrationRun, dot: str = ".") -> list[Timing]:

@@ -15,6 +15,7 @@ from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fu
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
+from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.state.offload_cost import offload_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
@@ -55,7 +56,7 @@ class BlockCosts:
     """
 
     def __init__(self, block: Block, mesh: Mesh, batch: int, cluster: Cluster, zero_group: int = 0) -> None:
-        self.block, self.mesh, self.batch, self.cluster = block, mesh, batch, cluster
+        self.block, self.mesh, self.batch, self.cluster, self.zero_group = block, mesh, batch, cluster, zero_group
         self.state_links = state_links(cluster, mesh, zero_group)
         self.values: dict[str, Value] = block.values()
         self._conversions: dict[tuple[str, Placements, Placements], ConversionCost] = {}
@@ -75,9 +76,16 @@ class BlockCosts:
     def with_zero_group(self, zero_group: int) -> BlockCosts:
         """Return the same costs, with shared results, for another state group."""
         other = copy(self)
-        other.traces = {}
+        other.traces, other.zero_group = {}, zero_group
+        other.__dict__.pop("eager", None)
         other.state_links = state_links(self.cluster, self.mesh, zero_group)
         return other
+
+    @cached_property
+    def eager(self) -> BlockCosts:
+        """The costs of the block where it is not compiled, on the same devices."""
+        cluster = with_compilation(self.cluster, False)
+        return self if cluster is self.cluster else BlockCosts(self.block, self.mesh, self.batch, cluster, self.zero_group)
 
     @cached_property
     def nodes(self) -> dict[str, Node]:

@@ -13,6 +13,7 @@ from autopar.cost_models.step.block_memory import BlockMemory, block_memory
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.graph import Block
+from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.operations.table import operation
 
@@ -88,6 +89,14 @@ class CallTrace:
         """The seconds, forward and backward, in which the device waits for copies of offloaded tensors (`HOST_LINK`), or for the
         host to launch kernels (`LAUNCHES`)."""
         return sum(seconds for seconds, links in (*self.forward, *self.backward) if links == on)
+
+
+def costs_as_run(costs: BlockCosts, plan: BlockPlan, split_backward: bool) -> BlockCosts:
+    """Return the costs of a block as it runs: not compiled where it is not one graph, since products whose weights have gradients
+    later are left out of it, and has to be one, since its plan says what is saved (`runtime.step.compiled_blocks`). Nor does
+    torch split the backward of compiled blocks (pytorch/pytorch#161904)."""
+    chosen = split_backward and (plan.recompute or chosen_tensors(plan))
+    return costs.eager if chosen and weight_gradient_nodes(costs.block) else costs
 
 
 def weight_gradient_nodes(block: Block) -> frozenset[str]:

@@ -16,8 +16,9 @@ from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.mesh_links import check_mesh
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace
+from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace, costs_as_run
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
+from autopar.cost_models.step.pipeline_clock import splits_backward
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
 from autopar.cost_models.step.stage_times import StageTime, stage_times
@@ -132,28 +133,33 @@ def evaluate(
 
 
 def stage_traces(
-    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts] | None = None
-) -> list[dict[str, CallTrace]]:
-    """Trace one call of each block by name, on the devices of each stage."""
+    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts] | None = None,
+    split_backward: bool | None = None,
+) -> list[dict[str, CallTrace]]:  # fmt: skip
+    """Trace one call of each block by name, on the devices of each stage. `split_backward`: under a schedule that splits
+    backwards (None: under the candidate's)."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     check_mesh(clusters[0], candidate.mesh)
+    if split_backward is None:
+        split_backward = splits_backward(candidate.pipeline, candidate.micro_batches)
     traces_of: dict[Device, dict[str, CallTrace]] = {}
     for each in clusters:
         if each.device not in traces_of:
             known_costs = (costs or {}) if each.device == cluster.device else {}
-            traces_of[each.device] = _block_traces(graph, candidate, each, known_costs)
+            traces_of[each.device] = _block_traces(graph, candidate, each, known_costs, split_backward)
     return [traces_of[each.device] for each in clusters]
 
 
-def _block_traces(graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]) -> dict[str, CallTrace]:
+def _block_traces(
+    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts], split_backward: bool
+) -> dict[str, CallTrace]:
     """Trace every block on the devices of one stage."""
-    return {
-        block.name: _call_trace(
-            costs.get(block.name) or BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group),
-            candidate.block(block.name),
-        )
-        for block in graph.blocks
-    }
+    out = {}
+    for block in graph.blocks:
+        mesh, batch, plan = candidate.mesh, candidate.micro_batch, candidate.block(block.name)
+        known = costs.get(block.name) or BlockCosts(block, mesh, batch, cluster, candidate.zero_group)
+        out[block.name] = _call_trace(costs_as_run(known, plan, split_backward), plan)
+    return out
 
 
 def _call_trace(costs: BlockCosts, plan: BlockPlan) -> CallTrace:

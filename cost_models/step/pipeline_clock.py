@@ -12,6 +12,7 @@ from autopar.ir.plan import Pipeline
 from autopar.schedules.builder import group_of
 from autopar.schedules.clock import ChunkSeconds, RankSeconds, ScheduleClock
 from autopar.schedules.in_flight import InFlight, peak_in_flight
+from autopar.schedules.named_schedules import builder_named
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.schedules.shared_cores import SharedCores
@@ -34,6 +35,15 @@ def chunks_in_flight(
         return (InFlight(micro_batches, 0),) * pipeline.virtual
     actions = schedule_of(pipeline, repeats_from(pipeline, micro_batches)).ranks[stage]
     return peak_in_flight(actions, chunks_of_stages(pipeline)[stage], saved_bytes, weight_gradient_bytes)
+
+
+def splits_backward(pipeline: Pipeline, micro_batches: int) -> bool:
+    """Return whether weight gradients have actions of their own."""
+    if pipeline.stages == 1 or pipeline.weight_versions > 1:
+        return False
+    if pipeline.actions:
+        return schedule_of(pipeline, micro_batches).splits_backward
+    return builder_named(pipeline.schedule).splits_backward
 
 
 def _all_forwards_first(pipeline: Pipeline) -> bool:

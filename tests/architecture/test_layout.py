@@ -18,7 +18,7 @@ ORDER = [
     *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options"),
     *("plan_inputs", "plan_inference", "planning", "passes"),
     *("program", "variants", "dryrun", "weight_transfer", "given_plan", "joint_plan", "several_models", "api", "tune"),
-    *("integrations", "verification", "doctor", "validate", "launch", "cli"),
+    *("integrations", "verification", "doctor", "machine_report", "validate", "launch", "cli"),
 ]
 FOLDERS = {"passes": ROOT / "passes", "cost_models": ROOT / "cost_models"}
 STANDARD = set(sys.stdlib_module_names)

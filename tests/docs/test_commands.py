@@ -48,6 +48,7 @@ ELSEWHERE = {
     "PYTHONPATH=../spmd .venv/bin/python -m pytest tests/checker/test_spmd_types.py": "by hand",
     "torchrun --nproc-per-node 4 examples/quickstart.py": "tests/cli/test_examples.py, by torchrun itself in `make test-full`",
     "autopar calibrate -o cluster.yaml --processes 2": "tests/cli/test_calibrate.py, in full by `make test-full`",
+    "autopar calibrate -o cluster.yaml --report report.json": "tests/machine_report/test_report.py, in full by `make test-full`",
     "autopar compare plan.json measured.json": "tests/runtime/report/test_report.py",
     "torchrun --nnodes 2 --nproc-per-node 4 --node-rank N --master-addr HOST -m autopar calibrate -o cluster.yaml": (
         "tests/cost_models/calibrate/test_levels.py, in a lab of network namespaces in `make test-full`"

@@ -85,6 +85,7 @@ def test_every_schedule_runs(stages: int) -> None:
             check(schedule)
             assert schedule.rank_of == stage_of_chunks(pipeline)
             assert (schedule.micro_batches, schedule.chunks) == (micro, stages * pipeline.virtual)
+            assert schedule.splits_backward == builder_named(pipeline.schedule).splits_backward
             assert schedule.splits_backward == (pipeline.schedule in ("zb-h1", "zbv", "dualpipev"))
             again = Schedule.parse(str(schedule), schedule.name)
             assert again == schedule

@@ -4,12 +4,13 @@ on any number of nodes, each rank that it has started measures, and rank 0 write
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, seconds, size
 from autopar.errors import ClusterError
@@ -18,6 +19,7 @@ from autopar.files import check_target, write_whole
 if TYPE_CHECKING:
     from autopar.cost_models.calibrate.fit import Calibration
     from autopar.cost_models.calibrate.joined_ranks import JoinedRank
+    from autopar.machine_report.report import MachineReport
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -31,6 +33,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise ClusterError(f"{path} would not be read as a cluster: give it a name that ends in .yaml")
     here = _launched()
     if here is not None:
+        if arguments.report:
+            raise ClusterError("--report is of one machine: run it without torchrun")
         if arguments.processes:
             raise ClusterError("--processes is for one machine: under torchrun --nproc-per-node says how many ranks a node has")
         if path is None:
@@ -41,6 +45,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if path is not None:
         check_target(path)
     processes = arguments.processes or devices()
+    if arguments.report:
+        return _report(arguments, processes, path, console)
     start = time.monotonic()
     console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, under a minute")
     with working("measuring", 1.0, console.progress):
@@ -50,6 +56,71 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     else:
         _keep(found, processes, console)
     return 0
+
+
+def _report(arguments: argparse.Namespace, processes: int, path: Path | None, console: Console) -> int:
+    """Calibrates, runs the models, writes the report. Exit status 1 where something failed or differs."""
+    from autopar.cost_models.calibrate.fit import calibration_document
+    from autopar.cost_models.calibrate.local_cluster import measure_local
+    from autopar.cost_models.calibrate.measure import thorough_effort
+    from autopar.machine_report.report import calibrated, planned_cases, with_cases
+
+    target, found, document, failure = Path(arguments.report), None, None, ""
+    check_target(target)
+    console.progress(f"measuring {processes} process{'es' if processes > 1 else ''} of this machine, then models")
+    try:
+        found = measure_local(processes, thorough_effort(), _quiet)
+        document = calibration_document(found, {"measured": date.today().isoformat()})
+        if path is not None:
+            _write_cluster(document, path)
+    except Exception as error:  # of any kind: the rest goes on, since whoever lends a device may have one try
+        failure = f"{type(error).__name__}: {error}"
+    gpus, device = _device(found)
+
+    def keep(so_far: MachineReport) -> None:
+        write_whole(target, json.dumps(so_far.document(), indent=1))
+
+    report = calibrated(device, processes, found, document, failure)
+    keep(report)
+    report = with_cases(report, planned_cases(gpus, device, found), 60 * arguments.minutes, console.progress, keep)
+    _show_report(report, target, console)
+    return int(bool(report.failures) or any(each.get("passed") is False for each in report.cases))
+
+
+def _quiet(what: str, share: float) -> None:
+    """Say nothing of the progress of a measurement."""
+
+
+def _device(found: Calibration | None) -> tuple[int, str]:
+    """Return the number of GPUs, and the driver's name of a device (of a CPU: as a calibration calls a process)."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if found is not None:
+        return gpus, str(found.run.facts["name"])
+    return gpus, torch.cuda.get_device_name() if gpus else "CPU process"
+
+
+def _show_report(report: MachineReport, target: Path, console: Console) -> None:
+    from autopar.machine_report.report import step_rows, verify_rows
+
+    rows = [(each["name"], each["unit"], *_figures(each["ours"], each["measured"])) for each in report.constants]
+    console.table(f"{report.device}: our constants", ("constant", "unit", "ours", "measured", "ratio"), rows)
+    steps = [(name, part, *_figures(ours, measured)) for name, part, ours, measured in step_rows(report.cases)]
+    console.table("Steps of one rank, seconds and bytes", ("step", "part", "predicted", "measured", "ratio"), steps)
+    proofs = [(name, verdict, f"{worst:.2e}", f"{allowed:.1e}") for name, verdict, worst, allowed in verify_rows(report.cases)]
+    console.table("Gradients beside one process", ("model", "", "largest difference", "allowed"), proofs)
+    for line in report.failures:
+        console.text(f"failed: {line}")
+    if left := sum("left_out" in each for each in report.cases):
+        console.text(f"{left} left out, since the minutes were spent")
+    console.text(f"written to {target}, with everything that constants need")
+    console.document({"file": str(target), **report.document()})
+
+
+def _figures(ours: float | None, measured: float | None) -> list[str]:
+    ratio = measured / ours if ours and measured is not None else None
+    return ["-" if value is None else f"{value:.4g}" for value in (ours, measured, ratio)]
 
 
 def _keep(found: Calibration, processes: int, console: Console) -> None:
@@ -65,14 +136,18 @@ def _keep(found: Calibration, processes: int, console: Console) -> None:
     _show(found, path, f"local:{processes}", console)
 
 
-def _write(found: Calibration, path: Path, elapsed: float, console: Console) -> None:
+def _write_cluster(document: dict[str, Any], path: Path) -> None:
     import yaml
 
+    write_whole(path, yaml.safe_dump(document, sort_keys=False, width=128))
+
+
+def _write(found: Calibration, path: Path, elapsed: float, console: Console) -> None:
     from autopar.cost_models.calibrate.fit import calibration_document
     from autopar.cost_models.calibrate.measure import machine_name
 
     source = {"measured": f"{machine_name()}, {date.today().isoformat()}, {elapsed:.0f} s"}
-    write_whole(path, yaml.safe_dump(calibration_document(found, source), sort_keys=False, width=128))
+    _write_cluster(calibration_document(found, source), path)
     _say_unreliable(found, console)
     _show(found, path, str(path), console)
 

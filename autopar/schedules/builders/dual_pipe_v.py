@@ -29,5 +29,6 @@ def dual_pipe_v(stages: int, virtual: int, micro_batches: int, rank: int) -> tup
 
 
 BUILDER = ScheduleBuilder(
-    name="dualpipev", position=5, actions=dual_pipe_v, v_shaped=True, micro_batches_per_stage=2, bubble_passes=v_bubble
-)
+    name="dualpipev", position=5, actions=dual_pipe_v, v_shaped=True, splits_backward=True, micro_batches_per_stage=2,
+    bubble_passes=v_bubble,
+)  # fmt: skip

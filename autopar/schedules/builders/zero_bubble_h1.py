@@ -28,4 +28,6 @@ def bubble_passes(virtual: int, micro_batches: int) -> float:
     return 1 / 3 / virtual
 
 
-BUILDER = ScheduleBuilder(name="zb-h1", position=3, actions=zero_bubble_h1, searched=True, bubble_passes=bubble_passes)
+BUILDER = ScheduleBuilder(
+    name="zb-h1", position=3, actions=zero_bubble_h1, splits_backward=True, searched=True, bubble_passes=bubble_passes
+)

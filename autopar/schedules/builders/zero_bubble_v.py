@@ -19,4 +19,6 @@ def zero_bubble_v(stages: int, virtual: int, micro_batches: int, rank: int) -> t
     return tuple(each for each in out.actions if each.micro_batch < micro_batches)
 
 
-BUILDER = ScheduleBuilder(name="zbv", position=4, actions=zero_bubble_v, v_shaped=True, searched=True, bubble_passes=v_bubble)
+BUILDER = ScheduleBuilder(
+    name="zbv", position=4, actions=zero_bubble_v, v_shaped=True, splits_backward=True, searched=True, bubble_passes=v_bubble
+)

@@ -22,8 +22,6 @@ from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
 
-_TracedFrontier = tuple[MemoryFrontier, TracedOptions]
-
 
 @dataclass(frozen=True, slots=True)
 class FamilyPlacement:
@@ -53,11 +51,14 @@ class StagePlacement:
         self, graph: Graph, cluster: Cluster, options: SearchOptions, tables: ProblemTables, seconds_left: Callable[[], float]
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
-        self._frontiers: dict[object, _TracedFrontier | None] = {}
+        self._frontiers: dict[object, MemoryFrontier | None] = {}
+        self._traced: dict[object, TracedOptions] = {}
+        self._traced_split: dict[object, TracedOptions] = {}
         self.refusal = ""
 
-    def place(self, point: GridPoint, fastest: bool = False) -> PlacedPoint | None:
-        """Place the blocks of a point; None where time ends first. `fastest`: with the option that saves all only."""
+    def place(self, point: GridPoint, fastest: bool = False, split_backward: bool = False) -> PlacedPoint | None:
+        """Place the blocks of a point; None where time ends first. `fastest`: with the option that saves all only.
+        `split_backward`: as blocks run under a schedule that splits it (`costs_as_run`)."""
         frontier = self._frontier(point, fastest)
         if frontier is None:
             return None
@@ -65,12 +66,13 @@ class StagePlacement:
         tables: dict[Device, StageTables] = {}
         for part in stage_clusters(self.cluster, point.stages):
             if part.device not in costs:
-                costs[part.device] = self._costs(frontier[0], point, part)
-                runs = frontier[1]
-                if part.device != frontier[0].problem.cluster.device:
-                    runs = TracedOptions.of(self.graph, frontier[0].options, costs[part.device])
+                costs[part.device] = self._costs(frontier, point, part)
+                runs = self._traced_options(point, frontier, fastest, split_backward)
+                if part.device != frontier.problem.cluster.device:
+                    runs = TracedOptions.of(self.graph, frontier.options, costs[part.device])
+                    runs = runs.under_split_backward(self.graph) if split_backward else runs
                 tables[part.device] = self._tables(point, part, runs, costs[part.device])
-        return PlacedPoint(point, frontier[0], costs, tables)
+        return PlacedPoint(point, frontier, costs, tables)
 
     def family(self, point: GridPoint) -> object:
         """Return the model axes and micro-batch per data rank, of which points share their placements: the data degree changes
@@ -87,7 +89,7 @@ class StagePlacement:
         fastest, less = (self._frontiers.get((self.family(point), fastest)) for fastest in (True, False))
         if fastest is None:
             return FamilyPlacement(refusal=self.refusal)
-        return FamilyPlacement(fastest[0].sharding, fastest[0].options, less[0].options if less else None)
+        return FamilyPlacement(fastest.sharding, fastest.options, less.options if less else None)
 
     def learn(self, point: GridPoint, placement: FamilyPlacement) -> None:
         """Take what another process found for the family of a point."""
@@ -98,10 +100,9 @@ class StagePlacement:
             self._frontiers[key, True] = None
             return
         fastest = MemoryFrontier(self._problem(point), placement.sharding, placement.fastest)
-        self._frontiers[key, True] = fastest, self._traced(fastest)
+        self._frontiers[key, True] = fastest
         if placement.less_memory is not None:
-            less = replace(fastest, options=placement.less_memory)
-            self._frontiers[key, False] = less, self._traced(less)
+            self._frontiers[key, False] = replace(fastest, options=placement.less_memory)
 
     def _costs(self, frontier: MemoryFrontier, point: GridPoint, part: Cluster) -> dict[str, BlockCosts]:
         out = {}
@@ -124,18 +125,26 @@ class StagePlacement:
         )
         return StageTables(self.graph, runs, costs, zeros, setting)
 
-    def _frontier(self, point: GridPoint, fastest: bool) -> _TracedFrontier | None:
+    def _frontier(self, point: GridPoint, fastest: bool) -> MemoryFrontier | None:
         """Return the frontier that the points of a family share."""
         key = self.family(point)
         if (key, fastest) not in self._frontiers:
             frontier = self._fastest_sharding(point) if fastest else None
             if not fastest and (fastest_frontier := self._frontier(point, fastest=True)) is not None:
-                frontier = with_less_memory(fastest_frontier[0])
-            self._frontiers[key, fastest] = None if frontier is None else (frontier, self._traced(frontier))
+                frontier = with_less_memory(fastest_frontier)
+            self._frontiers[key, fastest] = frontier
         return self._frontiers[key, fastest]
 
-    def _traced(self, frontier: MemoryFrontier) -> TracedOptions:
-        return TracedOptions.of(self.graph, frontier.options, frontier.problem.batch_costs)
+    def _traced_options(self, point: GridPoint, frontier: MemoryFrontier, fastest: bool, split_backward: bool) -> TracedOptions:
+        """Return the traces that the points of a family share."""
+        key = self.family(point), fastest
+        if key not in self._traced:
+            self._traced[key] = TracedOptions.of(self.graph, frontier.options, frontier.problem.batch_costs)
+        if not split_backward:
+            return self._traced[key]
+        if key not in self._traced_split:
+            self._traced_split[key] = self._traced[key].under_split_backward(self.graph)
+        return self._traced_split[key]
 
     def _problem(self, point: GridPoint) -> Problem:
         return self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))

@@ -53,7 +53,7 @@ class StageSearch:
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
-        self._ranges: dict[tuple[GridPoint, Device], RangeOptions] = {}
+        self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
         self._allowed: Matrix | None = None
         self.priced: set[GridPoint] = set()
 
@@ -91,6 +91,14 @@ class StageSearch:
                     best_seconds, tried[key] = result.evaluation.step_seconds, 0
 
     # -- one point
+
+    def placed(self, point: GridPoint, option: ScheduleOption) -> PlacedPoint | None:
+        """Place the blocks of a point, priced as they run under one of its schedules; None where time ends first."""
+        return self.placement.place(point, split_backward=self.runs_apart(option))
+
+    def runs_apart(self, option: ScheduleOption) -> bool:
+        """Return whether blocks may run otherwise than under most schedules: compiled ones whose backward is split."""
+        return option.splits_backward and self.cluster.device.fused
 
     def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
         """Return for each chunk, in order, the peak of micro-batches in flight on its stage, on average over its chunks."""
@@ -132,7 +140,7 @@ class StageSearch:
     def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """Partition and price the point under one schedule, and partition it with a smaller budget where it does not fit. None
         where no partition fits."""
-        placed = self.placement.place(point)
+        placed = self.placed(point, option)
         if placed is None:
             return None
         margin = 0.0
@@ -150,7 +158,7 @@ class StageSearch:
     def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
         where it cannot be placed or partitioned."""
-        placed = self.placement.place(point)
+        placed = self.placed(point, option)
         if placed is None:
             return None
         ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
@@ -195,16 +203,16 @@ class StageSearch:
     ) -> tuple[Graph, Candidate, dict[str, str]] | None:
         """Return (graph with a block for each distinct plan, candidate, the original block of each), for the memory budget of the
         devices without `margin_bytes`. None where no partition fits."""
-        point = placed.point
+        point, split = placed.point, self.runs_apart(option)
         for device, tables in placed.tables.items():
-            if (point, device) not in self._ranges:
-                self._ranges[point, device] = tables.range_options()
+            if (point, device, split) not in self._ranges:
+                self._ranges[point, device, split] = tables.range_options()
         ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
         parts = stage_clusters(self.cluster, point.stages)
         keys = [(parts[rank].device, count) for rank, count in zip(ranks, self._in_flight(point, option), strict=True)]
         options_by_stage = {
             (device, count): best_ranges(
-                self._ranges[point, device],
+                self._ranges[point, device, split],
                 count,
                 self._usable_bytes(point, device) - margin_bytes,
                 self._allowed_ranges(),
@@ -214,7 +222,7 @@ class StageSearch:
         }
         each = [options_by_stage[key] for key in keys]
         each = [each[0], *(self._with_sends(placed, one, *pair) for one, pair in zip(each[1:], pairwise(ranks), strict=True))]
-        ranges = self._ranges[point, keys[0][0]]
+        ranges = self._ranges[point, keys[0][0], split]
         # a stage computes all of its chunks
         cut = best_partition(
             [one.load_seconds * option.virtual for one in each], [one.pass_seconds for one in each], option.bubble_passes

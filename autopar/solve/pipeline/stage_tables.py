@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import call_saved_bytes
-from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.call_trace import CallTrace, costs_as_run
 from autopar.cost_models.step.stage_p2p import cut_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Graph
@@ -98,9 +98,23 @@ class TracedOptions:
     @staticmethod
     def of(graph: Graph, options: BlockOptions, costs: Mapping[str, BlockCosts]) -> TracedOptions:
         traced = tuple({name: CallTrace.of(costs[name], plan) for name, plan in option.items()} for option in options)
-        saved = tuple(call_saved_bytes(graph, {name: trace.memory for name, trace in each.items()}) for each in traced)
         repeated = repeatable_values(graph)
-        return TracedOptions(traced, saved, tuple(cut_bytes(graph, traced[0], cut, repeated) for cut in range(len(graph.calls))))
+        sent = tuple(cut_bytes(graph, traced[0], cut, repeated) for cut in range(len(graph.calls)))
+        return TracedOptions(traced, _saved_bytes(graph, traced), sent)
+
+    def under_split_backward(self, graph: Graph) -> TracedOptions:
+        """Return the traces of blocks as they run under a schedule that splits backwards."""
+        traced = tuple({name: _under_split_backward(trace) for name, trace in option.items()} for option in self.traces)
+        return replace(self, traces=traced, saved_bytes=_saved_bytes(graph, traced))
+
+
+def _under_split_backward(trace: CallTrace) -> CallTrace:
+    costs = costs_as_run(trace.costs, trace.plan, split_backward=True)
+    return trace if costs is trace.costs else CallTrace.of(costs, trace.plan)
+
+
+def _saved_bytes(graph: Graph, traced: Sequence[Mapping[str, CallTrace]]) -> tuple[Sequence[float], ...]:
+    return tuple(call_saved_bytes(graph, {name: trace.memory for name, trace in each.items()}) for each in traced)
 
 
 class StageTables:

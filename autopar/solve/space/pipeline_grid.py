@@ -46,6 +46,11 @@ class ScheduleOption:
     in_flight: float
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have actions of their own."""
+        return builder_named(self.schedule).splits_backward
+
+    @property
     def transfers(self) -> float:
         return 0.5 if builder_named(self.schedule).v_shaped else 2.0 * self.virtual
 
