@@ -115,4 +115,5 @@ def test_lengths_of_one_rank_end_the_others() -> None:
             ranks.run(one_rank_has_other_lengths, world=2, timeout=60)
     finally:
         ranks.close()
-    assert "gave no answer" not in str(caught.value) and ("end at 97, of 96" in str(caught.value) or "status 1" in str(caught.value))
+    said = str(caught.value)
+    assert "gave no answer" not in said and ("end at 97, of 96" in said or "status 1" in said)
