@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
+from autopar.capture.normalize.attention import ATTENTION_ALONE
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.document_lengths import DocumentLengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad
@@ -47,10 +48,30 @@ def capture_for(model: nn.Module, example_inputs: ExampleInputs, options: PlanOp
     args, kwargs = split_inputs(example_inputs)
     compute = compute_dtype_of(precision, model)
     _warn_of_narrowing((args, kwargs), compute)
-    return capture(
+    graph = capture(
         model, args, kwargs, compute_dtype=compute, float8=precision.float8, outputs=options.outputs,
         batch_norm=options.batch_norm, loss_fn=options.loss_fn, batch_dim=options.batch_dim,
     )  # fmt: skip
+    _warn_of_mixed_documents(graph, kwargs)
+    return graph
+
+
+def _warn_of_mixed_documents(graph: Graph, inputs: Mapping[str, Any]) -> None:
+    """Warn where documents of a row are mixed, although position ids that restart keep them apart in attention: transformers
+    reads these only where no mask is given, and its recurrent layers do not."""
+    for note in graph.notes:
+        if note.startswith(ATTENTION_ALONE):
+            warnings.warn(f"{note}: pad the documents, one a row, where that is not meant", stacklevel=4)
+    mask, at = inputs.get("attention_mask"), inputs.get("position_ids")
+    if not (isinstance(mask, torch.Tensor) and isinstance(at, torch.Tensor)) or mask.is_meta or at.is_meta:
+        return
+    if mask.dim() == at.dim() == 2 and mask.shape[1] == at.shape[1]:
+        shown = mask.bool()
+        if bool((shown[:, 1:] & shown[:, :-1] & (at[:, 1:] <= at[:, :-1])).any()):
+            warnings.warn(
+                "position_ids restart beside an attention_mask: models of transformers let the documents of a row see each other "
+                "then; leave attention_mask out, and pad by one more document", stacklevel=4,
+            )  # fmt: skip
 
 
 def _warn_of_narrowing(inputs: object, compute: str | None) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, t
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
+from autopar.runtime.call_keys import batch_votes
 from autopar.runtime.step.inputs import constant_text
 
 TARGET = "target"
@@ -126,8 +127,9 @@ def _with_target(signature: inspect.Signature) -> inspect.Signature:
 
 
 def batch_of(tensors: Mapping[str, Tensor]) -> int:
-    """The batch size: that of dimension 0 of most inputs; of as many, of floating-point ones (flat lists of ids are longer)."""
-    leading = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    """The batch size: that of dimension 0 of most inputs; of as many, of floating-point ones (flat lists of ids are longer).
+    Lists of integers beside integers ``[B, S]`` do not count (`batch_votes`)."""
+    leading = Counter(tensor.shape[0] for tensor in batch_votes(tensors.values()))
     floating = {tensor.shape[0] for tensor in tensors.values() if tensor.dim() and tensor.is_floating_point()}
     return max(leading, key=lambda size: (leading[size], size in floating), default=1)
 

@@ -18,7 +18,7 @@ from autopar.runtime.ops.functions import unpacked
 def evaluate_constant(flat: FlatGraph, name: str, batch: int, producers: Mapping[str, Node] | None = None) -> Tensor | None:
     """The value at this batch size, a CPU tensor; None where it depends on data. `producers` are those of `flat`, where the
     caller has them."""
-    order = _constant_nodes(flat.producers() if producers is None else producers, name)
+    order = constant_nodes(flat.producers() if producers is None else producers, name)
     if order is None:
         return None
     last = {operand: node.name for node in order for operand in node.operands()}
@@ -38,7 +38,7 @@ def evaluate_constant(flat: FlatGraph, name: str, batch: int, producers: Mapping
     return found
 
 
-def _constant_nodes(producers: Mapping[str, Node], name: str) -> list[Node] | None:
+def constant_nodes(producers: Mapping[str, Node], name: str) -> list[Node] | None:
     """The nodes that compute a value, each after what it reads; None where it depends on data."""
     order: dict[str, Node] = {}
     waiting = [(name, False)]

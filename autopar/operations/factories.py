@@ -6,7 +6,7 @@ from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.line_text import fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine
-from autopar.operations.notation.spelling import OperationCall, factory, new_factory
+from autopar.operations.notation.spelling import OperationCall, factory, function, new_factory
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import elementwise_rule
 
@@ -45,6 +45,7 @@ OPERATIONS = (
         "as_strided _pdist_forward masked_scatter affine_grid_generator native_group_norm _embedding_bag",
     ),
     Operation("aten.embedding_bag", whole_rule, lookup=True, bag=True),
+    Operation("ap.document_numbers", whole_rule, spelling=function("C")),
     Operation(CONSTANT, whole_rule, spelling=_expression),
     Operation(DROPOUT, elementwise_rule, transcendental=True, layer=True, spelling=_expression),
     Operation(RANDOM, elementwise_rule, transcendental=True, spelling=_expression),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +72,20 @@ def hash_of(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 4
 
 
+def batch_votes(tensors: Iterable[Any]) -> list[Any]:
+    """Return the tensors whose first dimension may be the batch. Lists of integers beside integers ``[B, S]`` may be anything:
+    where packed documents end (``cu_seqlens``)."""
+    found = [each for each in tensors if len(each.shape)]
+    whole = [each for each in found if "int" in str(each.dtype)]
+    lists = {id(each) for each in whole if len(each.shape) == 1} if any(len(each.shape) > 1 for each in whole) else set()
+    return [each for each in found if id(each) not in lists] or found
+
+
 def batch_size(leaves: list[tuple[str, Any]], dims: Mapping[str, int]) -> int:
     """The size of the batch's dimension of most tensors: `dims` by path, 0 of others."""
-    shapes = [(leaf.shape, dims.get(path, 0)) for path, leaf in leaves if hasattr(leaf, "shape")]
-    sizes = Counter(int(shape[dim]) for shape, dim in shapes if len(shape) > dim)
+    own = {id(leaf): dims.get(path, 0) for path, leaf in leaves}
+    votes = batch_votes(leaf for _, leaf in leaves if hasattr(leaf, "shape"))
+    sizes = Counter(int(leaf.shape[own[id(leaf)]]) for leaf in votes if len(leaf.shape) > own[id(leaf)])
     return sizes.most_common(1)[0][0] if sizes else 1
 
 

@@ -47,6 +47,13 @@ class BatchError(RuntimeProblem):
     on_all_ranks = True
 
 
+class LengthsError(BatchError):
+    """Lengths of packed documents that do not fit their tokens. Seen where they are read: on one rank alone where only its batch
+    says so, or its stage of a pipeline reads them."""
+
+    on_all_ranks = False
+
+
 class PeerProblem(RuntimeProblem):
     """Another process of the run failed, or does not answer."""
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from autopar.capture.bind import BoundInputs
 from autopar.capture.results.returned import loss_path, take_apart
+from autopar.capture.tracing.data.varlen import VarlenAttention, one_at_a_time
 from autopar.errors import CaptureError
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
@@ -55,6 +56,7 @@ def run_single(
         recorder = RecordDraws(model)
         seen = _ModuleOutputs(model) if record_modules else None
         stack.enter_context(WriteOutLoops())
+        stack.enter_context(VarlenAttention(one_at_a_time))
         if lift:
             stack.enter_context(lifting())
         if draws is not None:

@@ -11,6 +11,8 @@ from autopar.capture.normalize.masks import WHOLE, Band, Conditions, MaskReader,
 from autopar.ir.graph import Arg, Node, Ref, Value
 from autopar.operations.attention import DOCUMENTS
 
+ATTENTION_ALONE = "documents of packed rows are kept apart in attention alone, as on one process:"
+"""Begins the note of a graph in which other layers mix them."""
 SDPA = "aten.scaled_dot_product_attention"
 _AND = "aten.__and__.Tensor"
 WINDOWED = "ap.attention"
@@ -65,7 +67,19 @@ def mask_recovery(flat: FlatGraph) -> FlatGraph:
         return node
 
     flat = rewrite_nodes(flat, step)
+    if place := _neighbours_mix(flat):
+        notes[f"{ATTENTION_ALONE} a convolution over the tokens ({place}) reads those of the document before"] = None
     return replace(flat, notes=(*flat.notes, *notes))
+
+
+def _neighbours_mix(flat: FlatGraph) -> str:
+    """Return the line of a convolution over a sequence whose attention is within documents; empty where there is none. Recurrent
+    layers of transformers have one, and carry their state over the ends of documents too."""
+    known = flat.values()
+    if not any(node.op == DOCUMENTS for node in flat.nodes):
+        return ""
+    weights = ((node, known[node.operands()[1]].shape) for node in flat.nodes if node.op in ("aten.conv1d", "aten.convolution"))
+    return next((node.source for node, shape in weights if len(shape) == 3 and shape[-1] != 1), "")
 
 
 def _takes_documents(node: Node, known: Mapping[str, Value]) -> bool:

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.capture.evaluate import concrete, evaluate_constant, kwargs_of, resolve
+from autopar.capture.evaluate import concrete, constant_nodes, evaluate_constant, kwargs_of, resolve
 from autopar.capture.flat import FlatGraph
+from autopar.ir.dims import has_batch
 from autopar.ir.dims import shape_at as sizes
 from autopar.ir.graph import Node, Value
 
 Band = tuple[int | None, int | None]
 WHOLE: Band = (None, None)
 _BATCH = 2
+_LONG = 1 << 12
+_NO_END = 1 << 62
 _LIMIT = 1 << 24
 _FORBIDS = -1e4
 _AND = ("aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and")
@@ -86,8 +89,8 @@ def of_distances(allowed: Tensor, rows: int) -> Band | None:
 class MaskReader:
     """Reads the masks of one graph."""
 
-    def __init__(self, flat: FlatGraph) -> None:
-        self.flat = flat
+    def __init__(self, flat: FlatGraph, batch: int = _BATCH) -> None:
+        self.flat, self.batch = flat, batch
         self.values: Mapping[str, Value] = flat.values()
         self.producers = flat.producers()
 
@@ -101,7 +104,7 @@ class MaskReader:
         return [name]
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(sizes(self.values[name].shape, _BATCH))
+        return tuple(sizes(self.values[name].shape, self.batch))
 
     def is_constant(self, name: str) -> bool:
         """Return whether sizes decide the value."""
@@ -121,6 +124,8 @@ class MaskReader:
         """The band that a value is; None where it is none, or data decides it."""
         if not self.is_constant(name):
             return None
+        if self.batch == _BATCH and any(map(has_batch, self.values[name].shape[-2:])):
+            return self._band_at_any_batch(name)
         shape = self._shape(name)
         rows, columns = (shape[-2], shape[-1]) if len(shape) > 1 else (1, 1)
         if 1 in (rows, columns) or torch.Size(shape).numel() <= _LIMIT:
@@ -131,8 +136,20 @@ class MaskReader:
         allowed = None if along is None else _allowed(along.expand(rows + columns - 1))
         return None if allowed is None else of_distances(allowed, rows)
 
+    def _band_at_any_batch(self, name: str) -> Band | None:
+        """The band of scores whose size is that of the batch (at two tokens every window sees them all): read at sizes beyond all
+        numbers that are written in the condition, it is that of any size if it is the same at two of them."""
+        nodes = constant_nodes(self.producers, name) or ()
+        flat = [each for node in nodes for arg in node.args for each in (arg if isinstance(arg, tuple) else (arg,))]
+        most = max((abs(each) for each in flat if isinstance(each, int) and abs(each) < _NO_END), default=0)
+        batch = _LONG // max(sizes(self.values[name].shape[-2:], 1))
+        if batch <= _BATCH or 4 * most >= _LONG:
+            return None
+        found = [MaskReader(self.flat, each).band(name) for each in (batch, batch // 2)]
+        return found[0] if found[0] == found[1] else None
+
     def _dense(self, name: str) -> Band | None:
-        mask = evaluate_constant(self.flat, name, _BATCH, self.producers)
+        mask = evaluate_constant(self.flat, name, self.batch, self.producers)
         allowed = None if mask is None else _allowed(mask)
         if allowed is None:
             return None
@@ -182,8 +199,8 @@ class MaskReader:
                 return None
             known = {each: distance + at if kind == "column" else torch.tensor(at) for each, (kind, at) in vectors.items()}
         try:
-            args = (concrete(arg, known, _BATCH) for arg in node.args)
-            result = resolve(node.op)(*args, **kwargs_of(node, known, _BATCH))
+            args = (concrete(arg, known, self.batch) for arg in node.args)
+            result = resolve(node.op)(*args, **kwargs_of(node, known, self.batch))
         except RuntimeError:
             return None
         return result if isinstance(result, Tensor) else None
@@ -202,7 +219,7 @@ class MaskReader:
             return self.diagonals(name, rows, columns)
         if torch.Size(self._shape(name)).numel() > _LIMIT:
             return None
-        value = evaluate_constant(self.flat, name, _BATCH, self.producers)
+        value = evaluate_constant(self.flat, name, self.batch, self.producers)
         if value is None or not value.numel() or not bool((value == value.flatten()[0]).all()):
             return None
         return value.flatten()[0]
@@ -214,7 +231,7 @@ class MaskReader:
         kind = kinds.get(shape[-2:])
         if kind is None or self.values[name].dtype not in ("int64", "int32"):
             return None
-        value = evaluate_constant(self.flat, name, _BATCH, self.producers)
+        value = evaluate_constant(self.flat, name, self.batch, self.producers)
         if value is None:
             return None
         lines = value.reshape(-1, rows if kind == "row" else columns)

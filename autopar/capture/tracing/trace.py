@@ -23,6 +23,7 @@ from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
+from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
 from autopar.capture.tracing.decompose import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
@@ -113,12 +114,19 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        result, record = call_recorded(self.module, lambda: self.module(**arguments))
+        with VarlenAttention(under_mask(self.examples(batch))):
+            result, record = call_recorded(self.module, lambda: self.module(**arguments))
         self.note(record)
         result = result if loss_fn is None else loss_fn(result, target)
         returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
         return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
+
+    def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
+        """The number of examples of a batch."""
+        tensors = self.bound.tensors
+        size = batch_of(tensors)
+        return next((x.shape[0] for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size), size)
 
 
 def refuse_parameters(loss_fn: LossFunction | None) -> None:

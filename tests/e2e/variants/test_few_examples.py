@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.models.test_packed_documents import packed_batch
+from e2e.packed.test_packed_documents import packed_batch
 from e2e.variants.test_ragged_batches import WORDS, Language, routed
 from support.harness.comparison import same_gradients
 from support.harness.end_to_end import sharding_wins

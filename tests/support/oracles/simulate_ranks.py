@@ -108,6 +108,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.linear_float8_dynamic": torch.nn.functional.linear,
     "ap.attention": dense_attention.dense,
     "ap.attention_documents": dense_attention.documents,
+    "ap.document_numbers": lambda ends, *_: torch.arange(len(ends) - 1).repeat_interleave(ends.diff()),
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,

@@ -1,7 +1,7 @@
 """Tokens a second on documents of natural lengths: rows of packed documents that all ranks shard, beside static padding, padding
 to few lengths, static packing and one fixed degree of context parallelism; predicted beside measured. Here and in labs of nodes:
 
-    python tests/benchmarks/bench_lengths.py [--where local,2x2@200mbit,4x1@1gbit] [--documents 160] [--keep FOLDER]
+    python tests/benchmarks/batches/bench_lengths.py [--where local,2x2@200mbit,4x1@1gbit] [--documents 160] [--keep FOLDER]
 
 Documents are as long as the functions and classes of Python's standard library have tokens (its own `tokenize`), cut at 2,048: a
 distribution with a long tail that every machine has. Packed batches have four times that, padded ones four documents. All ways
@@ -27,7 +27,7 @@ from random import Random
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 from bench_choice import RANK_ENVIRONMENT, WORLD, Place, calibrated, raise_priority  # noqa: E402
 

@@ -83,6 +83,17 @@ def test_a_sharded_sequence_equals_one_process(name: str, size: int, ranks: Rank
     check(ranks, name, texts, size)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "deepseek_v3"])
+def test_eight_ranks_equal_one_process(name: str, ranks: RankPool) -> None:
+    """Examples, heads and experts, and sequences, on meshes that mix them."""
+    prepared = packed(name)
+    forces: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 4, "zero": 3}, {"dp": 4, "tp": 2, "zero": 2})
+    plans = [plan(prepared, force, Cluster.parse("local:8")).candidate for force in forces]
+    plans += [sequence_plan(prepared.graph, 4, kind, sharding_wins(8), 2) for kind in ("queries", "documents_ring")]
+    check(ranks, name, [program_text(prepared.graph, each) for each in plans], 8)
+
+
 def test_a_sharded_sequence_is_proven() -> None:
     """Queries whose keys are gathered, and the ring."""
     prepared, cluster = packed("llama"), Cluster.parse("local:4")

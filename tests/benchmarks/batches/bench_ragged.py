@@ -1,6 +1,6 @@
 """Seconds of a ragged training step (7 examples) beside a fixed one (8), of GPT-2 with 8 layers on 4 local processes:
 
-    torchrun --nproc-per-node 4 tests/benchmarks/bench_ragged.py dp=2,tp=2,zero=3 [rounds]
+    torchrun --nproc-per-node 4 tests/benchmarks/batches/bench_ragged.py dp=2,tp=2,zero=3 [rounds]
 
 Both programs run in turn, after a warm up; what is shown is the median of all rounds, and the ratio.
 """

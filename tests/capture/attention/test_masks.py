@@ -188,3 +188,32 @@ def test_windows_of_transformers(name: str) -> None:
     assert found and not any(isinstance(node.args[3], Ref) for node in found) and not graph.notes
     windows = {dict(node.kwargs).get("window") for node in found}
     assert windows == {"Mistral": {(4, 0)}, "ModernBert": {None, (3, 3)}, "Gemma3": {None, (4, 0)}}[name]
+
+
+class Tokens(nn.Module):
+    """Attention among the tokens of the batch, in a window of this size."""
+
+    def __init__(self, window: int, part: int = 0) -> None:
+        super().__init__()
+        self.embed, self.window, self.part = nn.Embedding(16, 8), window, part
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)[None, None]
+        at = torch.arange(ids.shape[0], device=ids.device)
+        distance = at[:, None] - at
+        near = distance < (ids.shape[0] // self.part if self.part else self.window)
+        return F.scaled_dot_product_attention(x, x, x, (distance >= 0) & near).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("window", "part", "known"), [(4, 0, (3, 0)), (600, 0, (599, 0)), (5000, 0, None), (0, 2, (11, 0))]
+)
+def test_a_window_over_the_batch_holds_at_any_batch(window: int, part: int, known: tuple[int, int] | None) -> None:
+    """At two tokens every window sees all of them. One that grows with the batch fixes it."""
+    torch.manual_seed(0)
+    model, ids = Tokens(window, part).double(), torch.randint(0, 16, (24,))
+    graph = capture(model, (ids,))
+    (node,) = [node for block in graph.blocks for node in block.nodes if "attention" in node.op]
+    assert dict(node.kwargs).get("window") == known
+    loss, _ = loss_and_gradients(graph, {"embed.weight": model.embed.weight.detach()}, {"ids": ids})
+    assert loss == pytest.approx(model(ids).item(), rel=1e-12)
