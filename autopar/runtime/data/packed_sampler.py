@@ -24,6 +24,9 @@ LOGGER = logging.getLogger("autopar")
 IGNORED = -100
 """The label that losses of torch and transformers leave out."""
 
+PADDING = 128
+"""Tokens of a document of padding: attention within one takes their square."""
+
 Example = Mapping[str, Any]
 
 
@@ -79,7 +82,7 @@ class PackedBatchSampler(EpochSampler):
 
         As `DataCollatorWithFlattening` of transformers does, it adds ``position_ids`` that restart with each document, and
         ``labels`` that are the ids where there are none, without the first token of each document, which no token before it
-        predicts. What is left of the row is one more document, of zeros, without labels."""
+        predicts. What is left of the row are short documents of zeros, without labels."""
         rows = [{"labels": example["input_ids"], **example} if "input_ids" in example else dict(example) for example in examples]
         names = [name for name in rows[0] if name not in ("attention_mask", "position_ids")]
         parts: dict[str, list[Tensor]] = {name: [] for name in (*names, "position_ids")}
@@ -106,7 +109,7 @@ class PackedBatchSampler(EpochSampler):
             )
         rest = self.packed_tokens - used
         padding = {name: torch.full((rest, *xs[0].shape[1:]), IGNORED * (name == "labels"), dtype=xs[0].dtype)
-                   for name, xs in parts.items()} | {"position_ids": torch.arange(rest)}  # fmt: skip
+                   for name, xs in parts.items()} | {"position_ids": torch.arange(rest) % PADDING}  # fmt: skip
         return {name: torch.cat([*xs, padding[name]]).unsqueeze(0) for name, xs in parts.items()}
 
 

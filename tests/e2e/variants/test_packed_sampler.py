@@ -103,6 +103,8 @@ def test_a_row_is_that_of_transformers() -> None:
             assert torch.equal(found[name][:, :used], wanted[name]), name
         assert found["labels"][:, used:].eq(-100).all() and not found["input_ids"][:, used:].any()
         assert torch.equal(found["position_ids"][0, used:], torch.arange(TOKENS - used))
+    long = sampler_of([3], 300).collate([{"input_ids": [4, 5, 6]}])["position_ids"][0]
+    assert long[3:].eq(0).nonzero().flatten().tolist() == [0, 128, 256], "padding does not attend to all padding"
     labels = sampler.collate([{"input_ids": [4, 5, 6], "labels": [-100, 5, 6], "weight": torch.rand(3, 2)}])
     assert labels["labels"][0, :3].tolist() == [-100, 5, 6] and labels["weight"].shape == (1, TOKENS, 2)
 
