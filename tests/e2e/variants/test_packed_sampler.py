@@ -146,12 +146,12 @@ def llama() -> torch.nn.Module:
     return make_case(families()["llama"], torch.float64, 4)[0].double()
 
 
-def trained(force: str) -> tuple[int, int, list[list[int]]]:
+def trained(degrees: str) -> tuple[int, int, list[list[int]]]:
     """On a rank: an epoch of packed rows, each step compared with one process; the number of programs, of rows, and the rows."""
     plain = llama()
     example = torch.randint(0, VOCABULARY, (4, 16))
     parallel = autopar.parallelize(
-        deepcopy(plain), sharding_wins(4), {"input_ids": example, "labels": example}, force=force, cache=False
+        deepcopy(plain), sharding_wins(4), {"input_ids": example, "labels": example}, force=degrees, cache=False
     )
     with pytest.raises(RuntimeProblem, match="packed_tokens=66 does not divide into the 4 shards of a row: give 68"):
         parallel.sampler(DATASET, lengths=LENGTHS, packed_tokens=66)
