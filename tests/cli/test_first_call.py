@@ -99,7 +99,7 @@ def test_calibrate_without_a_file_refines_the_local_cluster(tmp_path: Path, monk
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = local_cluster.measured_local_cluster(2, Path.home() / ".cache" / "autopar")
-    asked = argparse.Namespace(output=None, processes=2, levels=(), json=False)
+    asked = argparse.Namespace(output=None, processes=2, levels=(), json=False, report=None)
 
     def thorough(processes: int, *given: Any) -> Any:
         from support.harness.home import measured

@@ -61,6 +61,7 @@ def attempts(lines: dict[str, list[str]], folder: Path) -> Iterator[list[str]]:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is measured, no process is started, and files are written into a folder of the test."""
     from autopar.cost_models.calibrate import local_cluster
+    from autopar.machine_report import report
     from autopar.verification import proof
 
     def stop(*args: Any) -> Any:
@@ -68,6 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(proof, "spawned", stop)
     monkeypatch.setattr(local_cluster, "measure_local", stop)
+    monkeypatch.setattr(report, "planned_cases", stop)
     monkeypatch.chdir(tmp_path)
 
 
