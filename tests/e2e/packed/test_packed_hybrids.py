@@ -58,7 +58,7 @@ def packed_batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": at, "labels": ids.masked_fill(at == 0, -100)}
 
 
-@pytest.mark.parametrize("name", ["Jamba", "Qwen3Next", "Bamba"])
+@pytest.mark.parametrize("name", ["Bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Jamba", "Qwen3Next"))])
 def test_transformers_mixes_documents(name: str) -> None:
     """Where this fails, the version of transformers keeps states of recurrences apart, and so has the program to."""
     model, batch = make(name).eval(), packed_batch()
@@ -84,7 +84,7 @@ def prepared(name: str) -> Prepared:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Bamba"])
+@pytest.mark.parametrize("name", ["Bamba", "Jamba", "Qwen3Next"])
 def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
     case = prepared(name)
     forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
