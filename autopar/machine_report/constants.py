@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.cost_models.calibrate.fit import Calibration, known_preset
+from autopar.cost_models.calibrate.fit import Calibration, preset_of_device
 from autopar.cost_models.calibrate.local_cluster import default_local_cluster
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
@@ -33,7 +33,7 @@ def our_cluster(device: str, size: int) -> Cluster | None:
     no preset does."""
     if device.endswith(" process"):
         return default_local_cluster(size)
-    preset = known_preset(device)
+    preset = preset_of_device(device)
     return preset_with_devices(preset, size) if preset else None
 
 

@@ -160,11 +160,11 @@ def _fresh_page_rate(run: CalibrationRun) -> float:
 
 def known_device(name: str) -> Device | None:
     """Return the bundled device that a driver's name stands for, if any."""
-    preset = known_preset(name)
+    preset = preset_of_device(name)
     return read_cluster(preset_path(preset), preset).device if preset else None
 
 
-def known_preset(name: str) -> str:
+def preset_of_device(name: str) -> str:
     """Return the bundled cluster of the device that a driver's name (``NVIDIA H200``, ``NVIDIA A100-SXM4-80GB``) stands for; the
     empty text where there is none."""
     parts = name.upper().replace("-", " ").split()

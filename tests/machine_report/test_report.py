@@ -15,7 +15,7 @@ import pytest
 from autopar.capture.models import bundled_models
 from autopar.cli import main
 from autopar.cost_models.calibrate import local_cluster as local
-from autopar.cost_models.calibrate.fit import Calibration, known_preset
+from autopar.cost_models.calibrate.fit import Calibration, preset_of_device
 from autopar.cost_models.calibrate.local_cluster import default_local_cluster
 from autopar.cost_models.calibrate.measure import CalibrationRun, Timing
 from autopar.cost_models.comm.collectives import collective_seconds
@@ -112,7 +112,7 @@ def test_constants_that_hold_have_a_ratio_of_one() -> None:
 
 
 def test_devices_of_which_no_preset_is_known() -> None:
-    assert known_preset("NVIDIA H200") == "dgx-h200" and known_preset("toy") == ""
+    assert preset_of_device("NVIDIA H200") == "dgx-h200" and preset_of_device("toy") == ""
     assert our_cluster("toy", 8) is None
     cluster = replace(default_local_cluster(1), size=1)
     found = Calibration(cluster, CalibrationRun(FACTS, (), (), 1.0), ())

@@ -87,7 +87,7 @@ class PackedBatchSampler(EpochSampler):
         names = [name for name in rows[0] if name not in ("attention_mask", "position_ids")]
         parts: dict[str, list[Tensor]] = {name: [] for name in (*names, "position_ids")}
         for place, row in enumerate(rows):
-            tensors = {name: torch.as_tensor(row[name]) for name in names if name in row}
+            tensors = {name: _numbers(place, name, row[name]) for name in names if name in row}
             shapes = {name: tuple(x.shape) for name, x in tensors.items()}
             if len(tensors) < len(names) or len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
                 raise RuntimeProblem(
@@ -95,6 +95,7 @@ class PackedBatchSampler(EpochSampler):
                     "of each as it has tokens"
                 )
             (length,) = {shape[0] for shape in shapes.values()}
+            _check_one_document(place, row, length)
             tensors["position_ids"] = torch.arange(length)
             if "labels" in tensors:
                 tensors["labels"] = tensors["labels"].clone()
@@ -111,6 +112,25 @@ class PackedBatchSampler(EpochSampler):
         padding = {name: torch.full((rest, *xs[0].shape[1:]), IGNORED * (name == "labels"), dtype=xs[0].dtype)
                    for name, xs in parts.items()} | {"position_ids": torch.arange(rest) % PADDING}  # fmt: skip
         return {name: torch.cat([*xs, padding[name]]).unsqueeze(0) for name, xs in parts.items()}
+
+
+def _numbers(place: int, name: str, given: Any) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise RuntimeProblem(
+            f"{name} of example {place} of a packed row is no numbers of each token: leave it out of the data set "
+            f"(dataset.remove_columns([{name!r}]))"
+        ) from None
+
+
+def _check_one_document(place: int, row: Example, length: int) -> None:
+    """Raise RuntimeProblem for an example that is padded, or packed already: neither would be kept apart here."""
+    mask, positions = (torch.as_tensor(row.get(name, fill)) for name, fill in (("attention_mask", 1), ("position_ids", 0)))
+    if not mask.all():
+        raise RuntimeProblem(f"example {place} of a packed row is padded: give documents without padding, and their lengths")
+    if "position_ids" in row and positions.tolist() != list(range(length)):
+        raise RuntimeProblem(f"position_ids of example {place} of a packed row do not count from 0: give one document an example")
 
 
 def best_fit(documents: Iterable[int], lengths: Iterable[int], tokens: int) -> list[list[int]]:

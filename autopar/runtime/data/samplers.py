@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sized
 from math import lcm, prod
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -55,9 +56,9 @@ def sampler_on_mesh(
     return out
 
 
-def _check_row(tokens: int, shards: int, stages: int) -> None:
+def _check_row(tokens: Any, shards: int, stages: int) -> None:
     if stages > 1:
         raise RuntimeProblem("a packed row is a single micro-batch, which a pipeline cannot overlap with others: plan with pp=1")
-    if isinstance(tokens, int) and tokens % shards:
+    if isinstance(tokens, Integral) and tokens % shards:
         more = -(-tokens // shards) * shards
         raise RuntimeProblem(f"packed_tokens={tokens} does not divide into the {shards} shards of a row: give {more}")

@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from e2e.variants.test_batch_sampler import natural_lengths
@@ -131,6 +132,9 @@ def test_what_cannot_be_is_refused(lengths: list[int], tokens: Any, problem: str
         ([{"input_ids": [1, 2], "labels": [1]}], "example 0 of a packed row has .* give each as many numbers of each as it has"),
         ([{"input_ids": [1], "type": [1]}, {"input_ids": [1]}], "example 1 of a packed row"),
         ([{"input_ids": [1], "target": 3}], "example 0 of a packed row"),
+        ([{"input_ids": [1], "text": "a"}], r"text of example 0 of a packed row is no numbers of each token: .*remove_columns"),
+        ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "example 0 of a packed row is padded: give documents without"),
+        ([{"input_ids": [1, 2], "position_ids": [0, 0]}], "position_ids of example 0 of a packed row do not count from 0"),
     ],
 )
 def test_examples_that_are_no_documents(examples: list[dict[str, Any]], problem: str) -> None:
@@ -154,7 +158,7 @@ def trained(degrees: str) -> tuple[int, int, list[list[int]]]:
         deepcopy(plain), sharding_wins(4), {"input_ids": example, "labels": example}, force=degrees, cache=False
     )
     with pytest.raises(RuntimeProblem, match="packed_tokens=66 does not divide into the 4 shards of a row: give 68"):
-        parallel.sampler(DATASET, lengths=LENGTHS, packed_tokens=66)
+        parallel.sampler(DATASET, lengths=LENGTHS, packed_tokens=np.int64(66))
     with pytest.raises(RuntimeProblem, match="packed_tokens= makes rows that hold every document once: leave out batch_size="):
         parallel.sampler(DATASET, lengths=LENGTHS, packed_tokens=64, batch_size=4)
     with pytest.raises(RuntimeProblem, match="packed_tokens= is for a sampler by length: give lengths= too"):
