@@ -60,5 +60,5 @@ def _check_row(tokens: Any, shards: int, stages: int) -> None:
     if stages > 1:
         raise RuntimeProblem("a packed row is a single micro-batch, which a pipeline cannot overlap with others: plan with pp=1")
     if isinstance(tokens, Integral) and tokens % shards:
-        more = -(-tokens // shards) * shards
+        more = -(-int(tokens) // shards) * shards
         raise RuntimeProblem(f"packed_tokens={tokens} does not divide into the {shards} shards of a row: give {more}")
