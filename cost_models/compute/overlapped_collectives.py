@@ -1,6 +1,6 @@
 """Exposed time of collectives that overlap with compute: those that are decomposed to overlap with the products beside them
-(asynchronous tensor parallelism), and those inside of an operation that computes on one block while the next is sent (ring
-attention).
+(asynchronous tensor parallelism), those inside of an operation that computes on one block while the next is sent (ring
+attention), and those of a backward that run beside gradients of weights, which nothing waits for.
 
 A product whose operand is gathered starts on the shards that have arrived; a product whose result is reduced sends its shards as
 they are ready (Wang et al., ASPLOS 2023, "Overlap communication with dependent computation via decomposition"). Of ``p`` shards
@@ -12,9 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.graph import Block
+from autopar.operations.table import operation
+
+WEIGHT_GRADIENT_SHARE = 0.5
+"""The share of a linear's backward that is the gradient of its weight (Qi et al., arXiv 2401.10241, section 2)."""
+
 StreamSegment = tuple[float, frozenset[str], float]
 """Seconds of the main stream, the links that it uses meanwhile (none: compute), and the share of it that may overlap with
 compute."""
+
+
+def weight_gradient_nodes(block: Block) -> frozenset[str]:
+    """Return the linears whose weight trains: the gradient of the weight may be computed later than that of the input."""
+    trained = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
+    linears = [node for node in block.nodes if operation(node.op).splits_backward and len(node.operands()) > 1]
+    return frozenset(node.name for node in linears if node.operands()[1] in trained)
 
 
 def exposed_blocks(seconds: float, compute_seconds: float, blocks: int) -> float:

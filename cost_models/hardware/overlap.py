@@ -21,6 +21,8 @@ class Overlap:
     model_parallel: collectives of model axes, and of attention over shards of a sequence, are decomposed and overlap with the
         products beside them (Megatron: ``tp_comm_overlap``).
     expert_dispatch: all-to-alls of experts overlap with compute too.
+    weight_gradients: the collective that completes the gradient of products' operand runs beside the gradients of their weights
+        (Megatron: asynchronous all-reduce of column-parallel linears; compiled programs of autopar).
     gradient_buffers: gradients have buffers of their own and queue for their reduction, so that no backward waits for one.
     """
 
@@ -31,4 +33,5 @@ class Overlap:
     scattered_sends: bool = False
     model_parallel: bool = False
     expert_dispatch: bool = False
+    weight_gradients: bool = False
     gradient_buffers: bool = False

@@ -28,9 +28,11 @@ def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
     """Return the cluster as our own programs use it, compiled or in eager mode: with the fractions of that on devices that have
     those of our programs, or one share of them all (as ``autopar tune`` writes it); where a device has fractions of its own, only
     the fusion of kernels changes."""
-    if cluster.device.fused == compiled:
-        return cluster
-    return _on_each_device(cluster, lambda device, links: (_with_fusion(device, compiled), links))
+    if cluster.device.fused != compiled:
+        cluster = _on_each_device(cluster, lambda device, links: (_with_fusion(device, compiled), links))
+    if cluster.overlap.weight_gradients != compiled:
+        cluster = replace(cluster, overlap=replace(cluster.overlap, weight_gradients=compiled))
+    return cluster
 
 
 def _on_each_device(cluster: Cluster, change: Callable[[Device, Links], tuple[Device, Links]]) -> Cluster:
@@ -82,6 +84,7 @@ def with_stack(
     overlap = replace(
         overlap,
         contention=cluster.overlap.contention,
+        weight_gradients=compiled and name == DEFAULT_STACK,
         model_parallel=overlap.model_parallel if async_tp is None else async_tp,
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )

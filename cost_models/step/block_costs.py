@@ -13,6 +13,7 @@ from autopar.cost_models.comm.shard_groups import expert_links, state_links
 from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
+from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
@@ -77,7 +78,8 @@ class BlockCosts:
         """Return the same costs, with shared results, for another state group."""
         other = copy(self)
         other.traces, other.zero_group = {}, zero_group
-        other.__dict__.pop("eager", None)
+        for name in ("eager", "with_delayed_weight_gradients"):
+            other.__dict__.pop(name, None)
         other.state_links = state_links(self.cluster, self.mesh, zero_group)
         return other
 
@@ -86,6 +88,16 @@ class BlockCosts:
         """The costs of the block where it is not compiled, on the same devices."""
         cluster = with_compilation(self.cluster, False)
         return self if cluster is self.cluster else BlockCosts(self.block, self.mesh, self.batch, cluster, self.zero_group)
+
+    @cached_property
+    def with_delayed_weight_gradients(self) -> BlockCosts:
+        """The costs of the block where gradients of weights are computed later, and hide no collective of its backward."""
+        if not self.cluster.overlap.weight_gradients:
+            return self
+        out = copy(self)
+        out.traces, out.cluster = {}, replace(self.cluster, overlap=replace(self.cluster.overlap, weight_gradients=False))
+        out.__dict__.pop("products_beside_collectives", None)
+        return out
 
     @cached_property
     def nodes(self) -> dict[str, Node]:
@@ -121,6 +133,19 @@ class BlockCosts:
             cost = plan, node_cost(node, self.values, plan, self.mesh, self.batch, self.cluster, profile)
             self._costs[id(plan)] = cost
         return cost[1]
+
+    def weight_gradient_seconds(self, plan: NodePlan) -> float:
+        """Return the part of a linear's backward that is the gradient of its weight."""
+        return WEIGHT_GRADIENT_SHARE * self.node(plan).backward_seconds
+
+    @cached_property
+    def products_beside_collectives(self) -> dict[str, list[str]]:
+        """Per value the products that read it whose weights' gradients run beside the collective of the value's gradient; none
+        where the software has no such overlap."""
+        out: dict[str, list[str]] = {}
+        for name in sorted(weight_gradient_nodes(self.block)) if self.cluster.overlap.weight_gradients else ():
+            out.setdefault(self.nodes[name].operands()[0], []).append(name)
+        return out
 
     def conversion(self, value: str, source: Placements, target: Placements) -> ConversionCost:
         """Return the seconds of one conversion."""

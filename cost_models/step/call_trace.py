@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.cost_models.comm.conversion_costs import ConversionCost
 from autopar.cost_models.compute.operations import Profile, work_shards
-from autopar.cost_models.compute.overlapped_collectives import StreamSegment, exposed_seconds, exposed_segments
+from autopar.cost_models.compute.overlapped_collectives import (
+    StreamSegment,
+    exposed_seconds,
+    exposed_segments,
+    weight_gradient_nodes,
+)
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import BlockMemory, block_memory
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
-from autopar.ir.graph import Block
 from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
-from autopar.operations.table import operation
 
 Segment = tuple[float, frozenset[str]]
 """Seconds of the main stream, and the physical links that it uses meanwhile (none: it computes)."""
@@ -23,9 +27,6 @@ Segment = tuple[float, frozenset[str]]
 NO_LINKS: frozenset[str] = frozenset()
 HOST_LINK = frozenset(["host"])
 LAUNCHES = frozenset(["launches"])
-
-WEIGHT_GRADIENT_SHARE = 0.5
-"""The share of a linear's backward that is the gradient of its weight (Qi et al., arXiv 2401.10241, section 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +93,12 @@ class CallTrace:
 
 
 def costs_as_run(costs: BlockCosts, plan: BlockPlan, split_backward: bool) -> BlockCosts:
-    """Return the costs of a block as it runs: not compiled where it is not one graph, since products whose weights have gradients
-    later are left out of it, and has to be one, since its plan says what is saved (`runtime.step.compiled_blocks`). Nor does
-    torch split the backward of compiled blocks (pytorch/pytorch#161904)."""
-    chosen = split_backward and (plan.recompute or chosen_tensors(plan))
-    return costs.eager if chosen and weight_gradient_nodes(costs.block) else costs
-
-
-def weight_gradient_nodes(block: Block) -> frozenset[str]:
-    """Return the linears whose weight trains: a split backward computes the weight's gradient later."""
-    trained = {parameter.value.name for parameter in block.parameters if parameter.trainable and not parameter.buffer}
-    linears = [node for node in block.nodes if operation(node.op).splits_backward and len(node.operands()) > 1]
-    return frozenset(node.name for node in linears if node.operands()[1] in trained)
+    """Return the costs of a block as it runs. Where products have the gradients of their weights later, those hide no collective;
+    and the block is not compiled if it has to be one graph, since its plan says what is saved (`runtime.step.compiled_blocks`):
+    such products are left out of graphs. Nor does torch split the backward of compiled blocks (pytorch/pytorch#161904)."""
+    if not (split_backward and weight_gradient_nodes(costs.block)):
+        return costs
+    return costs.eager if plan.recompute or chosen_tensors(plan) else costs.with_delayed_weight_gradients
 
 
 def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]:
@@ -116,7 +111,7 @@ def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]
             continue
         node = costs.nodes[each.node]
         names = node.operands()
-        seconds += WEIGHT_GRADIENT_SHARE * costs.node(each).backward_seconds
+        seconds += costs.weight_gradient_seconds(each)
         tensors[names[0], each.operands[0]] = costs.value_bytes(names[0], each.operands[0])
         tensors[f"gradient of {node.name}", each.results[0]] = costs.value_bytes(node.name, each.results[0])
     return seconds, sum(tensors.values())
@@ -137,6 +132,7 @@ class _Recorder:
     model_flops: float = 0.0
     flops: float = 0.0
     launches: list[int] = field(default_factory=lambda: [0, 0])
+    plans: dict[str, NodePlan] = field(default_factory=dict)
     communications: list[tuple[list[StreamSegment], int, int, float]] = field(default_factory=list)
     """Each collective: its stream, its segment there, its mesh axis and seconds."""
 
@@ -150,11 +146,11 @@ class _Recorder:
         for each in plan.conversions:
             conversions.setdefault(each.value, []).append(each)
         block = self.costs.block
+        self.plans = {node_plan.node: node_plan for node_plan in plan.nodes}
         for value in (*block.inputs, *(parameter.value for parameter in block.parameters)):
             self.convert(conversions.get(value.name, ()))
-        plans = {node_plan.node: node_plan for node_plan in plan.nodes}
         for node in block.nodes:
-            self.compute(plans[node.name])
+            self.compute(self.plans[node.name])
             for output in node.outputs:
                 self.convert(conversions.get(output.name, ()))
 
@@ -188,7 +184,7 @@ class _Recorder:
                 self._communicate(stream, cost.axis, cost.forward_comm_seconds)
                 _append(stream, cost.forward_local_seconds, NO_LINKS)
             _append(self.backward, cost.backward_local_seconds, NO_LINKS)
-            self._communicate(self.backward, cost.axis, cost.backward_comm_seconds)
+            self._communicate(self.backward, cost.axis, cost.backward_comm_seconds, self._share_beside_weights(each, cost))
 
     def partition(self, recompute: RecomputePlan) -> None:
         """Record tensors that are saved in parts: a copy in the forward, a gather in the backward."""
@@ -213,6 +209,16 @@ class _Recorder:
     def _overlap_share(self, axis: int) -> float:
         """Return the share of a collective that may overlap with the compute next to it."""
         return 1.0 - 1.0 / self.costs.mesh.sizes[axis] if self.costs.cluster.overlap.model_parallel else 0.0
+
+    def _share_beside_weights(self, conversion: Conversion, cost: ConversionCost) -> float:
+        """Return the share that may overlap of the collective that completes a gradient: with gradients of the weights of those
+        products that read the converted value."""
+        share = self._overlap_share(cost.axis)
+        if not cost.backward_comm_seconds or share:
+            return share
+        readers = [self.plans[name] for name in self.costs.products_beside_collectives.get(conversion.value, ())]
+        beside = sum(self.costs.weight_gradient_seconds(each) for each in readers if each.operands[0] == conversion.target)
+        return min(1.0 - self.costs.cluster.overlap.contention, beside / cost.backward_comm_seconds)
 
     def _communicate(self, stream: list[StreamSegment], axis: int, seconds: float, share: float | None = None) -> None:
         if seconds:

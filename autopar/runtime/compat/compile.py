@@ -71,7 +71,19 @@ class BlockBackend:
                 if marks.get(_ELSEWHERE):
                     tags.append(f"{node.name} elsewhere")
         with patch(autograd_cache_allow_custom_autograd_functions=True):
-            return _compiled_apart(self.backend, graph, inputs, " ".join(tags)) if tags else self.backend(graph, inputs)
+            if tags:
+                return _compiled_apart(self.backend, graph, inputs, " ".join(tags))
+            return _compiled(self.backend, graph, inputs)
+
+
+def _compiled(backend: Callable[..., Any], graph: fx.GraphModule, inputs: Any) -> Any:
+    """Compile; inductor then starts each collective as soon as its operand is there, and waits for it when all else that is ready
+    has been computed, so that gradients of weights hide those that complete gradients. Collectives stay in the graph's order, on
+    every rank the same. Seen on 2.13.0: a backward is compiled later, with these settings only where they are arguments."""
+    if backend is not compiler_named("inductor"):
+        return backend(graph, inputs)
+    overlap = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}
+    return backend(graph, inputs, config_patches=overlap)
 
 
 def _tag(node: fx.Node) -> None:
@@ -133,4 +145,4 @@ def _compiled_apart(backend: Callable[..., Any], graph: fx.GraphModule, inputs: 
 
     passes = (*get_custom_graph_passes(config.joint_custom_pre_pass), Key())
     with config.patch(joint_custom_pre_pass=passes), patch(joint_custom_pass=_with_stand_ins_recomputed):
-        return backend(graph, inputs)
+        return _compiled(backend, graph, inputs)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
 
-from autopar.cost_models.step.call_trace import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
+from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel

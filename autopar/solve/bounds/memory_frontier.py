@@ -91,11 +91,12 @@ def _sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequenc
 
 
 def _call_seconds(form: Formulation) -> dict[int, float]:
-    """Seconds of all calls, forward and backward, in the model's unit."""
+    """Seconds of all calls, forward and backward, in the model's unit, as if gradients of weights hid no collective: they hide
+    all-reduces best, which leave activations whole, and those fill a stage. Schedules that split the backward hide none."""
     out: dict[int, float] = {}
     for name in form.problem.blocks:
         count = form.problem.graph.count(name) / form.second_unit
-        for column, seconds, _ in form.priced_columns(name):
+        for column, seconds, _ in form.placed_columns(name):
             add(out, {column: count * (seconds.forward + seconds.backward)})
     return out
 

@@ -16,7 +16,7 @@ from autopar.solve.ilp.state_sharding import add_state_terms, add_zero_stages
 from autopar.solve.ilp.step_time import add_block_seconds, add_step_seconds
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.forced_axes import REDUNDANT_SHARE, forced_work
-from autopar.solve.problem.problem import BlockTable, Problem
+from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
 _PENALTY = 300.0
 """Steps that a forced axis costs which repeats all FLOPs that it could shard."""
@@ -50,6 +50,7 @@ def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> 
         add_strategies(form, table)
         for value in table.consumers:
             add_conversion_flow(form, table, value)
+        add_hidden_collectives(form, table)
     return form
 
 
@@ -145,6 +146,34 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
         if flow is not y:
             # y[e] >= f[consumer, e]
             model.at_least_each(y, flow)
+
+
+def add_hidden_collectives(form: Formulation, table: BlockTable) -> None:
+    """Add h: the seconds of a collective of the backward that run beside the gradients of the weights of those products that read
+    the converted value (see `call_trace`)."""
+    costs, name, unit = table.costs, table.block.name, form.second_unit
+    for value, products in costs.products_beside_collectives.items():
+        conversions = table.conversions[value]
+        for number, state in enumerate(conversions.states):
+            sent: Expression = {}
+            beside: Expression = {}
+            shared = False
+            for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
+                if edge.target == number:
+                    cost = costs.conversion(value, conversions.states[edge.source], state)
+                    sent[y] = (1.0 - costs.cluster.overlap.contention) * cost.backward_comm_seconds / unit
+                    shared = shared or edge.seconds.backward_shared > 0
+            for product in products:
+                for strategy, x in zip(table.strategies[product], form.x[name, product], strict=True):
+                    if strategy.plan.operands[0] == state:
+                        beside[x] = costs.weight_gradient_seconds(strategy.plan) / unit
+            if any(sent.values()) and beside:
+                hidden = form.model.variable()
+                form.hidden.setdefault(name, []).append((hidden, StreamSeconds(0.0, -unit, 0.0, -unit * shared)))
+                # h <= (1 - contention) sum_into_p y (collective)
+                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, sent)), -INFINITY, 0.0)
+                # h <= sum_s x (gradient of the weight)
+                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, beside)), -INFINITY, 0.0)
 
 
 def add_conversion_trees(form: Formulation, table: BlockTable) -> None:

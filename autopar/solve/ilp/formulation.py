@@ -6,8 +6,9 @@ Columns, all in [0, 1] unless said otherwise:
 conversion e of a value is made; ``z[block, k]`` its state is sharded as in ZeRO stage k (all four one-hot or binary);
 ``f[consumer, e]`` the flow of one consumer; ``u[parameter, shards, k]`` the products of w and z; ``S[t]``, ``O[t]``, ``P[t, a]``
 storage t is saved on the device, offloaded, or saved in parts over axis a (binary); ``A[t]`` available in the backward, ``M[t]``
-recomputed for it; ``r[node, s]``, ``c[e]`` operations and conversions that are recomputed. The rest are seconds and bytes, in the
-units of `Formulation`.
+recomputed for it; ``r[node, s]``, ``c[e]`` operations and conversions that are recomputed. ``h[value, p]`` are
+the seconds of a backward's collective that gradients of weights hide. The rest are seconds and bytes, in the units of
+`Formulation`.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Formulation:
     x[block, node][strategy], w[class][placement], y[block, value][edge], z[block][ZeRO stage]: columns. z[""] is the group of
     parameters that several calls share. states: the state of each kind of call, and under None of the shared parameters. forward,
     backward: per block the column of a call's seconds, and those on a link of the data axis. penalties: what the objective has
-    beside seconds. storages: per block, where they are needed. boundary_saved: bytes saved of a tensor between calls, by the
-    slots that may save it.
+    beside seconds. storages: per block, where they are needed. hidden: h, per block, with the seconds of a
+    unit (negative). boundary_saved: bytes saved of a tensor between calls, by the slots that may save it.
     """
 
     problem: Problem
@@ -116,9 +117,15 @@ class Formulation:
     penalties: dict[int, float] = field(default_factory=dict)
     storages: dict[str, StorageVariables] = field(default_factory=dict)
     boundary_saved: dict[frozenset[Slot], int] = field(default_factory=dict)
+    hidden: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
 
     def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
-        """Yield x and y of a block with their seconds in one call, and the operation (empty: a conversion)."""
+        """Yield x, y and h of a block with their seconds in one call, and the operation (empty: a conversion)."""
+        yield from self.placed_columns(name)
+        yield from ((column, seconds, "") for column, seconds in self.hidden.get(name, ()))
+
+    def placed_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
+        """Yield x and y as `priced_columns`."""
         table = self.problem.blocks[name]
         for node, strategies in table.strategies.items():
             for strategy, x in zip(strategies, self.x[name, node], strict=True):
