@@ -17,11 +17,13 @@ from support.harness.comparison import different_numbers, different_tensors
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import autopar
 from autopar.runtime.compat.dtensor import matrix_part, own_part, placed_like, strided_shard
 from autopar.runtime.compat.hooks import replaced
 from autopar.runtime.device.mesh import MeshHandle
+from autopar.runtime.state import owned_matrices
 from autopar.runtime.state.offload_optimizer import offload_optimizer
 from autopar.runtime.state.owned_matrices import batches_of, owners_of, updates_by_owners, work
 
@@ -90,14 +92,17 @@ def computed() -> Iterator[list[tuple[int, ...]]]:
 
 
 @contextmanager
-def collectives() -> Iterator[dict[str, int]]:
-    """How many collectives run inside, by name."""
-    counts: dict[str, int] = {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        yield counts
-    for event in profiler.key_averages():
-        if event.key.startswith("gloo:"):
-            counts[event.key.removeprefix("gloo:")] = event.count
+def sent_elements() -> Iterator[list[int]]:
+    """The elements that this rank sends (to itself too), by collective."""
+    usual, sent = owned_matrices.all_to_all_rows, list[int]()
+
+    def note(rows: Tensor, *options: Any) -> Tensor:
+        assert rows.dtype == torch.bfloat16
+        sent.append(rows.numel())
+        return usual(rows, *options)
+
+    with replaced(owned_matrices, "all_to_all_rows", note):
+        yield sent
 
 
 # -- the exchange alone
@@ -199,18 +204,29 @@ def same_training(force: str, kinds: list[str]) -> list[Any]:
         more = [steps(*each, range(3, 5)) for each in ((parallel, again), (reference, theirs))]
         wrong += different_numbers(f"{kind} again", *more, 1e-9)
     parallel(**inputs(0)).backward()
-    with computed() as shapes, collectives() as counts:
+    with computed() as shapes, CommDebugMode() as mode, sent_elements() as sent:
         mine.step()
-    return [wrong, sorted(shapes), counts]
+    return [wrong, sorted(shapes), {str(each): count for each, count in mode.get_comm_counts().items()}, sent]
+
+
+def check_price(force: str, sent: list[list[int]]) -> None:
+    """What the ranks send is what is priced: the elements of all matrices to the owners, and back to each copy of the state."""
+    degrees = {name: int(size) for name, size in (each.split("=") for each in force.split(","))}
+    data = degrees.get("dp", 1)
+    copies = data // degrees.get("zero_group", data) if degrees.get("zero") else data
+    elements = sum(tall * wide for tall, wide in pairwise(WIDTHS))
+    if any(sent) and degrees.get("tp") != 4:  # of one rank nothing; four do not shard (10, 6)
+        assert [sum(each) for each in zip(*sent, strict=True)] == [elements, elements * copies]
 
 
 def check_training(force: str, kinds: list[str], ranks: RankPool) -> None:
     out = ranks.run(same_training, force, kinds, timeout=200)
     assert [wrong for wrong, *_ in out] == [[]] * 4
+    check_price(force, [sent for *_, sent in out])
     every = [tuple(sizes[::-1]) for sizes in pairwise(WIDTHS)]
-    assert sorted(shape for _, shapes, _ in out for shape in shapes) == sorted(every)  # each on one rank, once
-    for _, _, counts in out:
-        assert counts in ({"all_to_all": 2}, {}) and (counts or "pp=" in force), counts
+    assert sorted(shape for _, shapes, *_ in out for shape in shapes) == sorted(every)  # each on one rank, once
+    for _, _, counts, _ in out:
+        assert counts in ({"c10d_functional.all_to_all_single": 2}, {}) and (counts or "pp=" in force), counts
 
 
 @pytest.mark.parametrize("force", PLANS)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -205,12 +206,20 @@ def _matrix_part(
     return MatrixPart(_as_slice(rows), _as_slice(columns), (len(rows), len(columns)))
 
 
-def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
+def _as_slice(indices: Sequence[int]) -> slice | torch.Tensor:
     """Return ascending indices as a slice where they are consecutive."""
-    if not len(indices):
+    if not indices:
         return slice(0, 0)
-    start, end = int(indices[0]), int(indices[-1]) + 1
-    return slice(start, end) if end - start == len(indices) else indices
+    start, end = indices[0], indices[-1] + 1
+    return slice(start, end) if end - start == len(indices) else torch.tensor(indices)
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh in order, also in a dry run, where the tensor that names them is none of the fake ones. Seen on
+    2.13.0."""
+    with unset_fake_temporarily():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def whole(value: DTensor) -> DTensor:
@@ -253,18 +262,23 @@ def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
     """The indices along `dim` of the full tensor that this rank has."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
-    return _indices_of(tensor.shape[dim], dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
+    indices = _indices_of(tensor.shape[dim], dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
+    return torch.tensor(indices, dtype=torch.int64)
 
 
 def _indices_of(
     extent: int, dim: int, placements: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]
-) -> torch.Tensor:
-    """The indices along `dim` of a full tensor that the rank at these coordinates of a mesh of these sizes has."""
-    indices = torch.arange(extent)
+) -> Sequence[int]:
+    """The indices along `dim` of a full tensor that the rank at these coordinates of a mesh of these sizes has. (Without tensors,
+    which a dry run would make fake.)"""
+    indices: Sequence[int] = range(extent)
     for placement, size, coordinate in zip(placements, sizes, coordinates, strict=True):
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            indices = indices.view(int(placement.split_factor), size, -1)[:, coordinate].reshape(-1)
-        elif isinstance(placement, Shard) and placement.dim == dim:
-            chunks = indices.chunk(size)
-            indices = chunks[coordinate] if coordinate < len(chunks) else indices[:0]
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            part = len(indices) // parts
+            length = -(-part // size)
+            starts = [each * part + min(coordinate * length, part) for each in range(parts)]
+            ends = [min(start + length, (each + 1) * part) for each, start in enumerate(starts)]
+            own = [indices[start:end] for start, end in zip(starts, ends, strict=True)]
+            indices = own[0] if parts == 1 else [index for each in own for index in each]
     return indices

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.heartbeat import glancing
 from ..compat.collectives import all_to_all_rows, wait_tensor
-from ..compat.dtensor import MatrixPart, local_of, matrix_part, placed_like
+from ..compat.dtensor import MatrixPart, local_of, matrix_part, placed_like, ranks_of
 from ..device.groups import members_group
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -166,4 +166,4 @@ def _wait(raw: torch.Tensor) -> torch.Tensor:
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh, in order."""
-    return mesh.get_group() if mesh.ndim == 1 else members_group("owned matrices", mesh.mesh.flatten().tolist())
+    return mesh.get_group() if mesh.ndim == 1 else members_group("owned matrices", ranks_of(mesh))
