@@ -252,3 +252,30 @@ def offloaded(force: str) -> list[str]:
 
 def test_muon_with_offloaded_state(ranks: RankPool) -> None:
     assert ranks.run(offloaded, "dp=4,zero=3") == [[]] * 4
+
+
+def grouped(force: str) -> list[str]:
+    """What differs with groups of other options, and with a momentum in bfloat16, which torch changes: that is left to torch."""
+
+    def make(model: nn.Module) -> torch.optim.Muon:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        groups = [{"params": matrices[:1], "ns_steps": 3}, {"params": matrices[1:], "lr": 0.01, "nesterov": False}]
+        return torch.optim.Muon(groups, lr=0.05)
+
+    parallel, reference = parallel_of(force), Layers()
+    wrong = different_numbers("loss", steps(parallel, make(parallel)), steps(reference, make(reference)), 1e-9)
+    half = distribute_tensor(torch.eye(8).bfloat16(), parallel.program.mesh.device_mesh, [Replicate()])
+    parameter = nn.Parameter(half)
+    parameter.grad = half.clone()
+    alone = nn.Parameter(torch.eye(8).bfloat16())
+    alone.grad = torch.eye(8).bfloat16()
+    for each in (parameter, alone):
+        optimizer = torch.optim.Muon([each], nesterov=False)
+        optimizer.step()
+        each.grad = optimizer.state[each]["momentum_buffer"]
+    same = torch.equal(parameter.grad.to_local(), alone.grad) and torch.equal(parameter.detach().to_local(), alone.detach())
+    return wrong + ["bfloat16"] * (not same)
+
+
+def test_groups_and_a_momentum_in_bfloat16(ranks: RankPool) -> None:
+    assert ranks.run(grouped, "dp=4,zero=3") == [[]] * 4
