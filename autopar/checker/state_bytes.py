@@ -29,7 +29,6 @@ class StateBytes:
         ranks = proof.candidate.zero_group or proof.candidate.mesh.size_of(DATA_AXIS)
         data = proof.candidate.mesh.size_of(DATA_AXIS)
         compute = BYTES.get(proof.candidate.precision.compute, 8)
-        moments = _MOMENTS.get(optimizer, 2)
         stored = always = update = 0
         transient, flat, reduced, largest = [0], [0], [0], 0
         for text, prefix in _blocks(proof, chunks):
@@ -46,7 +45,7 @@ class StateBytes:
                     gathered += whole if sharded else 0
                 else:
                     gathered += elements * compute if sharded or unit != compute else 0
-                stored += mine * (2 + moments if each.trainable else 1)
+                stored += mine * (2 + _state_tensors(optimizer, each.shape) if each.trainable else 1)
                 if each.trainable:
                     block_gradients += elements * max(unit, compute)
                     update += mine
@@ -61,6 +60,13 @@ class StateBytes:
         # of the block that runs and the next one: weights, the buffers that they come in, and those that gradients leave in
         moving = always + sum(sum(sorted(each)[-2:]) for each in (transient, flat, reduced))
         return StateBytes(stored, moving, max(update, 2 * largest))
+
+
+def _state_tensors(optimizer: str, shape: Sequence[int]) -> int:
+    """Muon's one of a matrix, and AdamW's two of the rest: vectors, stacks of experts, tables of words."""
+    if optimizer == "muon" and len(shape) == 2 and max(shape) < 16 * min(shape):
+        return 1
+    return _MOMENTS.get(optimizer, 2)
 
 
 def _blocks(proof: ProgramProof, chunks: Sequence[CallsText]) -> Iterator[tuple[BlockText, dict[str, str]]]:

@@ -373,7 +373,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune = add("tune", "tune", "under torchrun: run the plan and those nearest to it in turn, and keep the fastest")
     _planning(tune)
     tune.add_argument("--cluster", required=True, metavar="C", help=CLUSTER_HELP)
-    tune.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad or rmsprop")
+    tune.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad, rmsprop or muon")
     tune.add_argument("--candidates", type=positive, default=3, metavar="N", help="plans that run (default 3)")
     tune.add_argument("--laps", type=positive, default=2, metavar="N", help="turns of each plan (default 2)")
     tune.add_argument("--steps", type=positive, default=5, metavar="N", help="counted steps of a turn (default 5)")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.cost_models.hardware.allocator import communicator_count, device_memory
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.state.state_group import is_matrix
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.dryrun.compat import FakeMode, LiveStorage, MemoryWatch, fake_group
 from autopar.errors import AutoparError
@@ -165,6 +167,24 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
     )
 
 
+class _MuonAndAdamW(torch.optim.AdamW):
+    """Muon of what a plan takes for matrices, and AdamW of the rest."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], foreach: bool | None) -> None:
+        super().__init__([each for each in parameters if not is_matrix(each.shape)] or [torch.zeros(0)], foreach=foreach)
+        self.muon = torch.optim.Muon([each for each in parameters if is_matrix(each.shape)] or [torch.zeros(0, 0)])
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.muon.step()
+        self.state.update(self.muon.state)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.muon.zero_grad(set_to_none)
+
+
 def make_optimizer(name: str, parallel: Parallel, foreach: bool | None) -> torch.optim.Optimizer:
     """Return the optimizer that a plan names; AdamW, as which it is priced, if torch has none of that name."""
     parameters = [parameter for parameter in parallel.parameters() if parameter.requires_grad]
@@ -177,6 +197,8 @@ def make_optimizer(name: str, parallel: Parallel, foreach: bool | None) -> torch
             return torch.optim.Adagrad(parameters, foreach=foreach)
         case "rmsprop":
             return torch.optim.RMSprop(parameters, foreach=foreach)
+        case "muon":
+            return _MuonAndAdamW(parameters, foreach)
     return torch.optim.AdamW(parameters, foreach=foreach)
 
 

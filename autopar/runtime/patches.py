@@ -22,10 +22,12 @@ from .compat.hooks import (
     data_by_values,
     engine_calls,
     masked_writes,
+    muon_updates,
     replaced,
     whole_items,
 )
 from .state.loss_scale import agree_on_overflow
+from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
@@ -71,6 +73,7 @@ def _patches() -> ExitStack:
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
         allow_empty_optimizers,
+        lambda: muon_updates(batches_of, updates_by_owners),
         # gradients
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),

@@ -31,6 +31,11 @@ def state_links(cluster: Cluster, mesh: Mesh, zero_group: int) -> tuple[AxisLink
     return links_of_group(cluster, mesh, axis, zero_group), links_across(cluster, mesh, axis, zero_group)
 
 
+def stage_link(cluster: Cluster, mesh: Mesh) -> AxisLink:
+    """Return the links of all ranks of a stage."""
+    return links_of_axis(cluster, Mesh((Axis(DATA_AXIS, mesh.size),)), 0)
+
+
 def expert_links(cluster: Cluster, mesh: Mesh, expert_parallel: int, placed: Sequence[Placements]) -> AxisLink:
     """Return the links of the ranks that replicate the same experts, where experts are sharded over `cut` neighbours.
 

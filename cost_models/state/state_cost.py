@@ -8,7 +8,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.comm.measured_tables import bends
 from autopar.cost_models.hardware.device_specs import AxisLink, Device
 from autopar.cost_models.state.offload_cost import offloaded_update_seconds
-from autopar.cost_models.state.optimizers import Optimizer, optimizer_seconds
+from autopar.cost_models.state.optimizers import Optimizer, matrix_update_seconds, optimizer_seconds
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
 from autopar.ir.plan import Precision
@@ -49,12 +49,14 @@ def state_cost(
     optimizer: Optimizer,
     policy: StatePolicy | None = None,
     across: AxisLink | None = None,
+    *,
+    owners: AxisLink | None = None,
 ) -> StateCost:
     """Return the cost of a group. `data` links the ranks that share one copy of the state, `across` equal ranks of several
     copies, between which gradients are all-reduced (HSDP: Zhao et al., arXiv 2304.11277, section 3.2.2). ZeRO 0 all-reduces
     gradients; 1 and 2 all-gather once and reduce-scatter; 3 all-gathers for the backward too (arXiv 1910.02054, section 7: 2, 2,
     2 and 3 times the parameters on the wire). Weights are sent in the compute dtype, gradients in the policy's reduce dtype (the
-    master's by default)."""
+    master's by default). `owners` links all ranks of the stage, which update whole matrices (None: there are none)."""
     policy = policy or StatePolicy.of(precision, optimizer)
     gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.reduction_bytes
     gather = 0.0
@@ -70,6 +72,9 @@ def state_cost(
         reduce += collective_seconds("all_reduce", reduce_bytes / (data.size if zero else 1), across)
     memory = state_memory(group, zero, data.size, policy, device.kind)
     update = optimizer_seconds(group, zero, data.size, device, precision, optimizer, policy.memory_accesses)
+    if owners is not None:
+        copies = (across.size if across is not None else 1) * (1 if zero else data.size)
+        update += matrix_update_seconds(group.matrices, copies, owners, device, optimizer)
     if policy.offload is not None:
         update = offloaded_update_seconds(update, memory.offloaded, policy.offload, device)
     return StateCost(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,6 +11,19 @@ from autopar.ir.graph import Parameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixWork:
+    """The matrices of a group whose updates need them whole: over all devices of the stage, wherever they are placed.
+
+    flops: of one step of Newton-Schulz of each (three products: of the matrix with its transpose, of that with itself, and with
+    the matrix).
+    elements: of all of them.
+    """
+
+    flops: float = 0.0
+    elements: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,7 @@ class StateGroup:
     buffer_bytes: buffers of the model, which ZeRO never shards.
     largest: elements of the largest parameter.
     small: how many parameters are of at most `PERSISTENT` elements.
+    matrix_share: of the elements that train, those of `matrices`.
     """
 
     elements: float
@@ -31,6 +45,8 @@ class StateGroup:
     buffer_bytes: float = 0.0
     largest: float = 0.0
     small: int = 0
+    matrix_share: float = 0.0
+    matrices: MatrixWork = MatrixWork()
 
     @property
     def gathered_tensors(self) -> int:
@@ -40,6 +56,29 @@ class StateGroup:
 
 PERSISTENT = 100_000
 """Elements up to which DeepSpeed keeps a parameter whole on every rank (``stage3_param_persistence_threshold``: 1e5)."""
+
+
+TABLE_RATIO = 16
+"""A matrix that is so many times as long as wide, or more, counts as a table of words, which scripts leave to AdamW."""
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether a plan takes a parameter of this shape for one that is updated as a whole matrix."""
+    return len(shape) == 2 and max(shape) < TABLE_RATIO * min(shape)
+
+
+def matrix_work(parameters: Collection[Parameter]) -> tuple[float, MatrixWork]:
+    """Return the share of matrices in the elements that train, and their work."""
+    trained = flops = elements = 0.0
+    for parameter in parameters:
+        shape = [size for size in parameter.value.shape if isinstance(size, int)]
+        if parameter.buffer or not parameter.trainable:
+            continue
+        trained += prod(shape)
+        if is_matrix(shape):
+            flops += 4 * prod(shape) * min(shape) + 2 * min(shape) ** 3
+            elements += prod(shape)
+    return elements / trained if trained else 0.0, MatrixWork(flops, elements)
 
 
 def stored_elements(parameter: Parameter, precision: Precision) -> float:
@@ -53,6 +92,7 @@ def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh, 
     """Return the group of these parameters, each with the placements that it is stored in."""
     elements = trainable = buffers = largest = 0.0
     tensors = small = 0
+    parameters = list(parameters)
     for parameter, placements in parameters:
         count = stored_elements(parameter, precision) / shard_count(placements, mesh.sizes)
         if parameter.buffer:
@@ -63,4 +103,5 @@ def state_group(parameters: Iterable[tuple[Parameter, Placements]], mesh: Mesh, 
         small += count <= PERSISTENT
         trainable += count if parameter.trainable else 0.0
         largest = max(largest, count)
-    return StateGroup(elements, trainable, tensors, buffers, largest, small)
+    share, matrices = matrix_work([parameter for parameter, _ in parameters])
+    return StateGroup(elements, trainable, tensors, buffers, largest, small, share, matrices)

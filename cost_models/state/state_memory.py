@@ -25,6 +25,7 @@ class StatePolicy:
         agree.
     stored_master_bytes: of a stored master weight; less than `master_bytes` where the compute weight has its other half.
     memory_accesses, update_copies, owners_broadcast, gathers_tensors: see `StateLayout`.
+    rest_bytes: of the optimizer's state tensors of what is no matrix (0: `optimizer_bytes`).
     offload: where the optimizer's state lies between steps; None: on the device.
     """
 
@@ -40,6 +41,7 @@ class StatePolicy:
     gathers_tensors: bool = False
     offload: OffloadTarget | None = None
     reduce_bytes: int = 0
+    rest_bytes: int = 0
 
     @property
     def reduction_bytes(self) -> int:
@@ -66,6 +68,7 @@ class StatePolicy:
             gathers_tensors=layout.gathers_tensors,
             offload=offload,
             reduce_bytes=itemsize(precision.reduce) if precision.reduce else 0,
+            rest_bytes=optimizer.rest_tensors * master,
         )
 
     @staticmethod
@@ -147,10 +150,13 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         copied = sharded or group.tensors > 1 or policy.reduction_bytes != policy.gradient_bytes
         reduce_buffer = trainable * policy.reduction_bytes if shards > 1 and copied else 0.0
     gradients = trainable * policy.gradient_bytes / (n if zero >= 2 or (zero == 1 and not policy.stored_compute) else 1.0)
+    state_bytes: float = policy.optimizer_bytes
+    if policy.rest_bytes:
+        state_bytes = group.matrix_share * policy.optimizer_bytes + (1 - group.matrix_share) * policy.rest_bytes
     return StateMemory(
         parameters=parameters,
         gradients=gradients,
-        optimizer=0.0 if policy.offload else trainable * policy.optimizer_bytes / optimizer_shards,
+        optimizer=0.0 if policy.offload else trainable * state_bytes / optimizer_shards,
         gathered=elements * policy.compute_bytes if separate_copy and not policy.stored_compute else 0.0,
         gathered_is_transient=zero == 3,
         unsharded_gradients=unsharded,
@@ -161,6 +167,6 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.update_copies,
         largest_tensor=min(group.largest, trainable) * policy.master_bytes / optimizer_shards,
         persistent_reduce_buffer=kind == "cpu" and not sharded and group.tensors > 1 and reduce_buffer > 0,
-        offloaded=trainable * policy.optimizer_bytes / optimizer_shards if policy.offload else 0.0,
+        offloaded=trainable * state_bytes / optimizer_shards if policy.offload else 0.0,
         offloaded_masters=trainable * policy.master_bytes / optimizer_shards if policy.offload else 0.0,
     )

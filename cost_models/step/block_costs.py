@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost, partition_seconds
-from autopar.cost_models.comm.shard_groups import expert_links, state_links
+from autopar.cost_models.comm.shard_groups import expert_links, stage_link, state_links
 from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
@@ -59,6 +59,7 @@ class BlockCosts:
     def __init__(self, block: Block, mesh: Mesh, batch: int, cluster: Cluster, zero_group: int = 0) -> None:
         self.block, self.mesh, self.batch, self.cluster, self.zero_group = block, mesh, batch, cluster, zero_group
         self.state_links = state_links(cluster, mesh, zero_group)
+        self.stage_link = stage_link(cluster, mesh)
         self.values: dict[str, Value] = block.values()
         self._conversions: dict[tuple[str, Placements, Placements], ConversionCost] = {}
         self._profiles: dict[str, Profile] = {}
@@ -260,7 +261,8 @@ class BlockCosts:
         """Return the `state_cost` of one group (between `state_price_bends` linear in its counts but for latencies)."""
         data, across = self.state_links
         policy = self._state_policy(precision, optimizer)
-        return state_cost(group, zero, data, self.cluster.device, precision, optimizer, policy, across)
+        device = self.cluster.device
+        return state_cost(group, zero, data, device, precision, optimizer, policy, across, owners=self.stage_link)
 
     def state_price_bends(self, zero: int, precision: Precision, optimizer: Optimizer) -> tuple[tuple[float, ...], ...]:
         """Return the elements and trainable elements of a group at which measured prices change their slopes."""

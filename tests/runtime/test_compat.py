@@ -39,6 +39,37 @@ def functional(axes: dict[str, int]) -> dict[str, list[float]]:
     }
 
 
+def test_muon_calls_its_functions_for_each_matrix() -> None:
+    """What `hooks.muon_updates` stands on: Newton-Schulz is a function of one matrix, of its values in the dtype of the result;
+    of a momentum in bfloat16 it takes no copy; and the step asks the module for it."""
+    from torch.optim import _muon as muon  # private: what the test is of
+
+    x, options = torch.randn(6, 9, dtype=torch.float64), ((3.4445, -4.775, 2.0315), 5, 1e-7)
+    result = muon._zeropower_via_newtonschulz(x, *options)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(muon._zeropower_via_newtonschulz(x.to(result.dtype), *options), result)
+    half = x.bfloat16()
+    muon._zeropower_via_newtonschulz(half, *options)
+    assert not torch.equal(half, x.bfloat16())
+
+    parameters = [torch.nn.Parameter(torch.zeros(size, 9)) for size in (6, 12)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer, asked = torch.optim.Muon(parameters, lr=0.5), list[torch.Tensor]()
+
+    def note(update: torch.Tensor, *given: Any) -> torch.Tensor:
+        assert given == options
+        asked.append(update)
+        return torch.ones_like(update)
+
+    with hooks.replaced(muon, "_zeropower_via_newtonschulz", note):
+        optimizer.step()
+    assert [each.shape for each in asked] == [each.shape for each in parameters]
+    for parameter in parameters:
+        rate = muon._adjust_lr(muon._to_scalar(torch.tensor(0.5)), None, parameter.shape)
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -rate))
+
+
 def test_functional_collectives(ranks: RankPool) -> None:
     for rank, out in enumerate(ranks.run(functional, {"tp": 4})):
         assert out["x"] == [float(i + rank) for i in range(8)]  # inputs are left alone

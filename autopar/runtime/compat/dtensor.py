@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -128,6 +130,14 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value.detach()
 
 
+def largest_part(value: torch.Tensor) -> int:
+    """Return the elements of the largest part that a rank has of a tensor; the same on all ranks."""
+    if not isinstance(value, DTensor):
+        return value.numel()
+    sharded = zip(value.placements, value.device_mesh.shape, strict=True)
+    return -(-value.numel() // prod(size for placement, size in sharded if placement.is_shard() or is_strided(placement)))
+
+
 def replace_local(value: torch.Tensor, local: torch.Tensor) -> None:
     """Put other memory under this rank's part of a DTensor, or under any other tensor, whoever holds it. Seen on 2.13.0."""
     if isinstance(value, DTensor):
@@ -162,6 +172,54 @@ def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
         if len(indices) < like.shape[dim]:
             part = part.index_select(dim, indices.to(whole.device))
     return part
+
+
+class MatrixPart(NamedTuple):
+    """The rows and columns of a matrix that one rank has."""
+
+    rows: slice | torch.Tensor
+    columns: slice | torch.Tensor
+    shape: tuple[int, int]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this part of a matrix."""
+        return whole[self.rows][:, self.columns]
+
+    def put(self, whole: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the values of this part into a matrix."""
+        if isinstance(self.rows, slice):
+            whole[self.rows][:, self.columns] = values
+        else:
+            whole[self.rows[:, None], torch.arange(whole.shape[1])[self.columns]] = values
+
+
+def matrix_part(like: DTensor, coordinates: Sequence[int]) -> MatrixPart:
+    """The part that the rank at these coordinates has of a matrix placed as `like` is."""
+    return _matrix_part(like.shape, like.placements, tuple(like.device_mesh.shape), tuple(coordinates))
+
+
+@lru_cache(maxsize=2**14)
+def _matrix_part(
+    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]
+) -> MatrixPart:
+    rows, columns = (_indices_of(shape[dim], dim, placements, sizes, coordinates) for dim in (0, 1))
+    return MatrixPart(_as_slice(rows), _as_slice(columns), (len(rows), len(columns)))
+
+
+def _as_slice(indices: Sequence[int]) -> slice | torch.Tensor:
+    """Return ascending indices as a slice where they are consecutive."""
+    if not indices:
+        return slice(0, 0)
+    start, end = indices[0], indices[-1] + 1
+    return slice(start, end) if end - start == len(indices) else torch.tensor(indices)
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh in order, also in a dry run, where the tensor that names them is none of the fake ones. Seen on
+    2.13.0."""
+    with unset_fake_temporarily():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def whole(value: DTensor) -> DTensor:
@@ -204,12 +262,23 @@ def _indices(tensor: DTensor, dim: int) -> torch.Tensor:
     """The indices along `dim` of the full tensor that this rank has."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
-    indices = torch.arange(tensor.shape[dim])
-    for axis, placement in enumerate(tensor.placements):
-        size, coordinate = tensor.device_mesh.size(axis), coordinates[axis]
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            indices = indices.view(int(placement.split_factor), size, -1)[:, coordinate].reshape(-1)
-        elif isinstance(placement, Shard) and placement.dim == dim:
-            chunks = indices.chunk(size)
-            indices = chunks[coordinate] if coordinate < len(chunks) else indices[:0]
+    indices = _indices_of(tensor.shape[dim], dim, tensor.placements, tuple(tensor.device_mesh.shape), coordinates)
+    return torch.tensor(indices, dtype=torch.int64)
+
+
+def _indices_of(
+    extent: int, dim: int, placements: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]
+) -> Sequence[int]:
+    """The indices along `dim` of a full tensor that the rank at these coordinates of a mesh of these sizes has. (Without tensors,
+    which a dry run would make fake.)"""
+    indices: Sequence[int] = range(extent)
+    for placement, size, coordinate in zip(placements, sizes, coordinates, strict=True):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            part = len(indices) // parts
+            length = -(-part // size)
+            starts = [each * part + min(coordinate * length, part) for each in range(parts)]
+            ends = [min(start + length, (each + 1) * part) for each, start in enumerate(starts)]
+            own = [indices[start:end] for start, end in zip(starts, ends, strict=True)]
+            indices = own[0] if parts == 1 else [index for each in own for index in each]
     return indices

@@ -131,6 +131,56 @@ def masked_writes() -> AbstractContextManager[None]:
     return shard_operations({torch.ops.aten.index_put_.default: put})
 
 
+Updates = Iterator[list[DTensor]]
+
+
+def muon_updates(
+    batches_of: Callable[[list[torch.Tensor], list[torch.Tensor]], list[list[int]]],
+    orthogonalize: Callable[[Updates, Callable[[torch.Tensor], torch.Tensor]], Updates],
+) -> AbstractContextManager[None]:
+    """Let `torch.optim.Muon` ask others for the orthogonal updates of many matrices at once.
+
+    `batches_of` divides the positions of parameters (with their gradients) into batches, and leaves out those that torch is to
+    update. `orthogonalize` takes the momenta of batch after batch, and torch's function of one whole matrix. Seen on 2.13.0:
+    `Muon.step` calls `muon` with the lists of each group, and that calls `_zeropower_via_newtonschulz` for each matrix, which
+    works in the dtype of its result. Momentum and weight decay stay torch's, which adds zeros here where the updates follow."""
+    outer: Any = importlib.import_module("torch.optim._muon")
+    usual = outer.muon
+
+    def muon(params: Any, grads: Any, momenta: Any, **options: Any) -> None:
+        newton_schulz = outer._zeropower_via_newtonschulz
+
+        def run(positions: list[int]) -> None:
+            usual(*([each[at] for at in positions] for each in (params, grads, momenta)), **options)
+
+        def function(matrix: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = newton_schulz(matrix, options["ns_coefficients"], options["ns_steps"], options["eps"])
+            return result
+
+        def record(positions: list[int]) -> list[DTensor]:
+            updates: list[DTensor] = []
+
+            def note(update: DTensor, *_: Any) -> Any:
+                updates.append(update)
+                return torch.zeros_like(update)
+
+            with replaced(outer, "_zeropower_via_newtonschulz", note):
+                run(positions)
+            return updates
+
+        # of a momentum in bfloat16 torch takes no copy, and changes it
+        changed = not options["nesterov"] and any(each.dtype == torch.bfloat16 for each in momenta)
+        batches = [] if changed else batches_of(params, grads)
+        apart = {at for batch in batches for at in batch}
+        run([at for at in range(len(params)) if at not in apart])
+        for positions, updates in zip(batches, orthogonalize(map(record, batches), function), strict=True):
+            for at, update in zip(positions, updates, strict=True):
+                rate = outer._adjust_lr(outer._to_scalar(options["lr"]), options["adjust_lr_fn"], params[at].shape)
+                params[at].add_(update, alpha=-rate)
+
+    return replaced(outer, "muon", muon)
+
+
 def engine_calls(
     gradients: Callable[..., Any], translations: tuple[Callable[[Exception], Exception | None], ...]
 ) -> AbstractContextManager[None]:

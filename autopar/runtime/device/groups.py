@@ -41,6 +41,14 @@ def shared_group(purpose: str, ranks: Sequence[int] | None = None, backend: str 
     return group
 
 
+def members_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these ranks as in `shared_group`, which they alone call for."""
+
+    options: dict[str, Any] = {"group_desc": f"autopar {purpose}", "use_local_synchronization": True}
+    group: dist.ProcessGroup = _shared((purpose, tuple(ranks)), lambda: dist.new_group(list(ranks), **options))
+    return group
+
+
 def control_group() -> dist.ProcessGroup:
     """The group of all ranks for small tensors of the host. It is no program's: a rank that is ahead of the others asks here
     while they wait for it elsewhere, and gloo ends a process whose collective meets another one."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..compat.dtensor import local_of, replace_local
+from ..compat.dtensor import largest_part, local_of, replace_local
 from ..compat.hooks import around_optimizer_steps
 from ..device.offload import HostMemory
 from ..errors import RuntimeProblem
@@ -112,14 +112,15 @@ class OffloadedStep:
             self.host.stream.synchronize()
 
     def _parts(self, groups: list[dict[str, Any]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Parameters with a gradient: those of one group of at most so many bytes."""
+        """Parameters with a gradient: those of one group of at most so many bytes. The same on all ranks, which update matrices
+        together (`owned_matrices`)."""
         for index, group in enumerate(groups):
             part: list[torch.Tensor] = []
             size = 0
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                count = local_of(parameter).numel() * parameter.element_size()
+                count = largest_part(parameter) * parameter.element_size()
                 if part and size + count > self.part_bytes:
                     yield index, part
                     part, size = [], 0

@@ -9,7 +9,7 @@ from operator import le
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_group import StateGroup, stored_elements
+from autopar.cost_models.state.state_group import StateGroup, matrix_work, stored_elements
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.problem.boundary import CallKind
@@ -74,7 +74,8 @@ def sharded_state(
     cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
     sizes = [stored_elements(each, problem.precision) for each in parameters]
     trained = sum(size for each, size in zip(parameters, sizes, strict=True) if each.trainable) / cut
-    group = StateGroup(sum(sizes) / cut, trained, len(parameters))
+    share, matrices = matrix_work(parameters)
+    group = StateGroup(sum(sizes) / cut, trained, len(parameters), matrix_share=share, matrices=matrices)
     cost = costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
     sent = StateCommunication.of(cost, zero, costs.state_links[0].size, device, problem.precision, micro_batches)
     held, memory = 1 + fragmentation(device), cost.memory

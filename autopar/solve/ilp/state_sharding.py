@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
-from autopar.cost_models.state.state_group import StateGroup, stored_elements
+from autopar.cost_models.state.state_group import MatrixWork, StateGroup, matrix_work, stored_elements
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir.graph import Parameter
@@ -122,9 +122,11 @@ class _StatePrices:
     zero: int
     precision: Precision
     optimizer: Optimizer
+    matrix_share: float
 
-    def cost(self, elements: float, trainable: float, tensors: int = 0) -> StateCost:
-        return self.costs.group_state_cost(StateGroup(elements, trainable, tensors), self.zero, self.precision, self.optimizer)
+    def cost(self, elements: float, trainable: float, tensors: int = 0, matrices: MatrixWork | None = None) -> StateCost:
+        group = StateGroup(elements, trainable, tensors, matrix_share=self.matrix_share, matrices=matrices or MatrixWork())
+        return self.costs.group_state_cost(group, self.zero, self.precision, self.optimizer)
 
     def gather_forward(self, elements: float) -> float:
         return self.cost(elements, 0.0).gather_forward_seconds
@@ -138,8 +140,12 @@ class _StatePrices:
     def accumulate(self, trainable: float) -> float:
         return self.costs.accumulate_seconds(self.cost(0.0, trainable), self.zero, self.precision)
 
-    def optimizer_step(self, trainable: float, tensors: int = 0) -> float:
-        return self.cost(0.0, trainable, tensors).optimizer_seconds
+    def optimizer_step(self, trainable: float) -> float:
+        return self.cost(0.0, trainable).optimizer_seconds
+
+    def optimizer_constant(self, tensors: int, matrices: MatrixWork) -> float:
+        """Return what does not depend on placements: launches, and updates of whole matrices."""
+        return self.cost(0.0, 1e-9, tensors, matrices).optimizer_seconds
 
 
 @dataclass(slots=True)
@@ -204,9 +210,10 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
     trainable = [each for each in parameters if each.parameter.trainable]
     buffers = [each for each in group if each.parameter.buffer]
     buffer_bytes = sum(each.count * itemsize(each.parameter.value.dtype) for each in buffers)
+    share, matrices = matrix_work([each.parameter for each in parameters])
     out = StateTerms(buffer_bytes=buffer_bytes / form.byte_unit)
     for zero, column in z.items():
-        prices = _StatePrices(costs, zero, problem.precision, optimizer_named(problem.optimizer))
+        prices = _StatePrices(costs, zero, problem.precision, optimizer_named(problem.optimizer), share)
         terms = _GroupTerms(form, column)
         elements = total(*((1.0, each.elements[zero]) for each in parameters))
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
@@ -221,7 +228,7 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
             terms.seconds(out.accumulate, prices.accumulate, trained, trained_extremes)
         terms.seconds(out.optimizer_streaming, prices.optimizer_step, trained, trained_extremes)
         if trained_extremes[1]:
-            add(out.optimizer_launches, {column: prices.optimizer_step(1e-9, len(trainable)) / form.second_unit})
+            add(out.optimizer_launches, {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
         memory = prices.cost(1.0, 1.0, len(parameters)).memory
         gathered = out.gathered_transient if memory.gathered_is_transient else out.gathered_persistent
         terms.bytes(out.parameters, elements, memory.parameters)

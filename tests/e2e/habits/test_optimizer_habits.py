@@ -126,9 +126,8 @@ def matrices(model: Any) -> list[Tensor]:
 
 
 def muon(plan: str) -> None:
-    """torch's works in bfloat16, so sums in another order differ; one in float64 does not."""
-    same_steps(plan, lambda m: Orthogonal(matrices(m)))
-    same_steps(plan, lambda m: torch.optim.Muon(matrices(m), lr=1e-2), tolerance=2e-2)
+    """By hand, and torch's, which works in bfloat16: the same to 1e-9 since one rank sums whole matrices in the same order."""
+    same_steps(plan, lambda m: Orthogonal(matrices(m)), lambda m: torch.optim.Muon(matrices(m), lr=1e-2))
 
 
 class Orthogonal(torch.optim.Optimizer):
