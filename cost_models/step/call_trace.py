@@ -15,6 +15,7 @@ from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.graph import Block
 from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.losses import runs_in_chunks
 from autopar.operations.table import operation
 
 Segment = tuple[float, frozenset[str]]
@@ -112,7 +113,7 @@ def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]
     delayed = weight_gradient_nodes(costs.block)
     seconds, tensors = 0.0, {}
     for each in plan.nodes:
-        if each.node not in delayed:
+        if each.node not in delayed or runs_in_chunks(each.function):
             continue
         node = costs.nodes[each.node]
         names = node.operands()
