@@ -19,12 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Node, Value, draws_masks
+from autopar.ir.graph import Arg, Node, Value, draws_masks
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.operations.communication import CONVERT
+from autopar.operations.losses import CHUNK_TOKENS, CROSS_ENTROPY, IN_CHUNKS, WITHIN_LOSS
 from autopar.operations.table import operation
-from autopar.passes.base import BlockState, Context
+from autopar.passes.base import BlockState, Context, producer_indices
 from autopar.rules.localize import localize_args, scale_batch
 from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
 
@@ -95,7 +96,7 @@ class Localize:
                 node = localize_args(node, [value.shape for value in outputs], context.data_ranks, context.micro_batches)
         except (ValueError, TypeError) as error:
             raise PlanError(f"{node.name} ({node.op}) cannot run on shards: {error}") from None
-        if plan is not None and plan.function:
+        if plan is not None and plan.function not in ("", WITHIN_LOSS):
             node = _function(node, plan, tuple(len(after[name].shape) for name in operands), context)
         return self._with_sharded_axes(node, state.placements[node.name], context) if draws_masks(node) else node
 
@@ -105,3 +106,41 @@ class Localize:
         pairs = zip(context.mesh.names, placements, context.mesh.sizes, strict=True)
         axes = tuple(name for name, where, size in pairs if isinstance(where, Shard) and size > 1)
         return replace(node, kwargs=(*node.kwargs, ("sharded_axes", axes)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLosses:
+    """Writes the head, casts of its logits and their loss as one call, where the plan has them in chunks of tokens. After
+    `Localize`, which gives the loss of sharded classes its axis.
+
+    Before::
+
+        %logits = aten.linear(%x, %w)
+        %wide = aten.to.dtype(%logits, float32)
+        %sum = ap.cross_entropy_sum(%wide, %labels, -100, 0.0)
+
+    After::
+
+        %sum = ap.linear_cross_entropy_sum(%x, %w, None, %labels, -100, 0.0, 1024)
+    """
+
+    name: str = "chunk_losses"
+
+    def run(self, state: BlockState, context: Context) -> BlockState:
+        functions = {each.node: each.function for each in context.plan.nodes}
+        nodes, makers = list(state.block.nodes), producer_indices(state.block)
+        gone: set[int] = set()
+        for index, loss in enumerate(nodes):
+            if functions.get(loss.name) not in IN_CHUNKS.values():
+                continue
+            head = loss
+            while head is loss or len(head.operands()) == 1:
+                at = makers[head.operands()[0]]
+                head = nodes[at]
+                if functions.get(head.name) != WITHIN_LOSS:
+                    raise PlanError(f"{loss.name} is in chunks, and {head.name} before it is not; plan the model again")
+                gone.add(at)
+            bias: tuple[Arg, ...] = (*head.args[2:], None)[:1]
+            op = IN_CHUNKS[""] if loss.op == CROSS_ENTROPY else loss.op
+            nodes[index] = replace(loss, op=op, args=(*head.args[:2], *bias, *loss.args[1:], CHUNK_TOKENS))
+        return state.with_nodes([node for index, node in enumerate(nodes) if index not in gone])

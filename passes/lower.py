@@ -17,7 +17,7 @@ from autopar.passes.base import BlockState, Context, Pass
 from autopar.passes.bucket_conversions import BucketConversions
 from autopar.passes.dead_code import DeadCode
 from autopar.passes.insert_conversions import InsertConversions
-from autopar.passes.localize import Localize, localize_value
+from autopar.passes.localize import ChunkLosses, Localize, localize_value
 from autopar.passes.lowered import Lowered, LoweredBlock, LoweredChunk, LoweredOutput, StoredParameter
 from autopar.passes.mark_recompute import MarkRecompute
 from autopar.passes.overlap import OverlapCollectives, OverlapExpertDispatch
@@ -41,6 +41,7 @@ def passes() -> tuple[Pass, ...]:
         InsertConversions(),
         MarkRecompute(),
         Localize(),
+        ChunkLosses(),
         DeadCode(),
         CastParameters(),
         CopyParameterViews(),

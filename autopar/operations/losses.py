@@ -35,15 +35,33 @@ def cross_entropy_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[Op
 
 
 CROSS_ENTROPY, PUBLISHED_IN_PLACE = "ap.cross_entropy_sum", "ap.cross_entropy_in_place"
+IN_CHUNKS = {"": "ap.linear_cross_entropy_sum", "ap.cross_entropy_sharded": "ap.linear_cross_entropy_sharded"}
+"""For a function that computes the loss of logits (empty: the operation itself) the one that computes it from the operands of the
+head, `CHUNK_TOKENS` at a time."""
+WITHIN_LOSS = "ap.within_loss"
+"""The function of the operations before that loss, the head and casts of its result, which it computes with each chunk."""
+CHUNK_TOKENS = 1024
+"""Rows at which a product with a large weight is bound by its arithmetic, and no longer by reading the weight: an H100 computes
+300 operations of 16 bits in the time of one byte."""
+
+
+def runs_in_chunks(function: str) -> bool:
+    """Return whether a plan's function is one of a loss in chunks of tokens."""
+    return function == WITHIN_LOSS or function in IN_CHUNKS.values()
+
+
 _CROSS_ENTROPY = "...+ v+, ...+ -> ()"
 _SHARDED = (
     # the loss is equal on all ranks of the axis, and each rank computes the gradient of its own logits: Invariant
     NamedFunction("v", "ap.cross_entropy_sharded", Invariant(), cross_entropy_collectives, at=(0, -1), in_place=True),
+    # of no strategy of the rule: `rules.loss_chunks` adds them where the logits are a head's
+    NamedFunction("v", IN_CHUNKS["ap.cross_entropy_sharded"], Invariant(), cross_entropy_collectives, at=(0, -1)),
+    NamedFunction("", IN_CHUNKS[""]),
 )
 
 OPERATIONS = (
     Operation(CROSS_ENTROPY, _CROSS_ENTROPY, functions=_SHARDED, loss=True, transcendental=True, spelling=function("C")),
-    Operation(PUBLISHED_IN_PLACE, _CROSS_ENTROPY, functions=_SHARDED, loss=True, in_place=True, published=True),
+    Operation(PUBLISHED_IN_PLACE, _CROSS_ENTROPY, functions=_SHARDED[:1], loss=True, in_place=True, published=True),
     Operation("ap.cross_entropy_sharded", loss=True, spelling=function("C")),
     Operation("ap.count_valid", "...+ -> ()", spelling=function("C")),
     Operation("ap.ctc_losses", "t! b c!, b u!, b, b -> b", spelling=function("C")),

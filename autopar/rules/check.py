@@ -10,6 +10,7 @@ from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.placement import format_placements
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import block_strategies
+from autopar.rules.loss_chunks import check_chunks, plain_function
 from autopar.rules.registry import Registry
 
 
@@ -17,6 +18,7 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
     """PlanError for the first operation whose operands, results and function are not a strategy of its rule on every axis."""
     for block in graph.blocks:
         plans = {plan.node: plan for plan in candidate.block(block.name).nodes}
+        check_chunks(block, plans)
         allowed = [
             block_strategies(
                 block,
@@ -43,5 +45,5 @@ def check_strategies(graph: Graph, candidate: Candidate, registry: Registry) -> 
                         f"({format_placements(results)}) on axis {candidate.mesh.axes[index].name}; plan the model again"
                     )
                 choices.append({each.function for each in fitting})
-            if plan.function not in {"".join(each) for each in product(*choices)}:
+            if plain_function(plan.function) not in {"".join(each) for each in product(*choices)}:
                 raise PlanError(f"block {block.name}, {node.name}: {plan.function!r} does not compute {node.op} as placed")

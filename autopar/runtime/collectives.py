@@ -21,14 +21,13 @@ from .ops.float8 import linear_float8_dynamic
 from .ops.functions import (
     constant,
     count_valid,
-    cross_entropy_sharded,
-    cross_entropy_sum,
     ctc_losses,
     embedding_sharded,
     histogram,
     linear_kn,
     local_mean,
 )
+from .ops.losses import cross_entropy_sharded, cross_entropy_sum, linear_cross_entropy_sharded, linear_cross_entropy_sum
 from .ops.opaque import opaque
 from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo
 from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space

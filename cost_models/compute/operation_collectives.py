@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from autopar.cost_models.comm.shard_groups import operation_collective_seconds
+from autopar.cost_models.compute.loss_chunks import chunk_count
 from autopar.cost_models.compute.overlapped_collectives import exposed_blocks
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import itemsize
@@ -47,15 +48,16 @@ def exposed_collective_seconds(
     """Exposed seconds per axis, forward and backward, of the collectives inside the operation. `work` is how many ways each axis
     shards the work, `computing` the seconds of compute, forward and backward."""
     exposed, overlapped = ([[0.0] * len(mesh.sizes) for _ in range(2)] for _ in range(2))
+    chunks = chunk_count(node, values, plan, mesh.sizes, batch)
     for factor, collective in inner_collectives(node, values, plan.function):
         for axis, sharded in enumerate(plan.factors):
             if sharded.partition(" ")[0] != factor:
                 continue
-            full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype))
+            full = float(dims.numel(collective.shape, batch) * itemsize(collective.dtype)) / chunks
             side = (overlapped if collective.overlapped else exposed)[collective.backward]
             operand = plan.operands[collective.operand] if collective.operand >= 0 else None
             cuts = work if operand is None else [size if isinstance(operand[at], Shard) else 1 for at, size in enumerate(work)]
-            side[axis] += operation_collective_seconds(collective, full, axis, plan.factors, cuts, mesh, cluster)
+            side[axis] += chunks * operation_collective_seconds(collective, full, axis, plan.factors, cuts, mesh, cluster)
     for seconds, hidden, compute in zip(exposed, overlapped, computing, strict=True):
         for axis, size in enumerate(mesh.sizes):
             seconds[axis] += exposed_blocks(hidden[axis], compute, size)

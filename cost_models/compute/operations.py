@@ -19,6 +19,7 @@ from autopar.cost_models.compute.kernels import (
     rows_aligned,
     streaming_seconds,
 )
+from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
@@ -32,6 +33,7 @@ from autopar.ir.plan import NodePlan
 from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
+from autopar.operations.losses import runs_in_chunks
 from autopar.operations.operation import Operation, Sizes
 from autopar.operations.table import operation
 
@@ -217,9 +219,10 @@ def work_shards(operands: Sequence[Placements], results: Sequence[Placements], a
 
 
 def seconds_and_flops(
-    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, chunks: int = 1
 ) -> tuple[float, float, float, float]:
-    """Forward and backward seconds, forward and backward FLOPs of one rank."""
+    """Forward and backward seconds, forward and backward FLOPs of one rank. `chunks` of a product's rows are computed one after
+    another: each reads the weight, and adds to its gradient."""
     work = prod(work_shards(plan.operands, plan.results, axis_sizes))
     if known.experts is not None:
         cuts = expert_shards(plan, axis_sizes)
@@ -230,8 +233,11 @@ def seconds_and_flops(
     backward = sum(map(float.__mul__, operands, known.backward_operands)) + sum(
         map(float.__mul__, results, known.backward_results)
     )
+    if chunks > 1 and known.matrix is not None:
+        forward += (chunks - 1) * operands[1] * known.forward_operands[1]
+        backward += (chunks - 1) * operands[1] * (known.backward_operands[1] + known.gradients[1])
     flops = known.forward_flops / work, known.backward_flops / work
-    busy = _computing(known, plan, axis_sizes, device, flops)
+    busy = _computing(known, plan, axis_sizes, device, flops, chunks)
     seconds_of = product_memory_seconds if known.packs else streaming_seconds
     traffic = seconds_of(device, forward), seconds_of(device, backward)
     if device.transcendental_seconds and known.transcendental_elements:
@@ -289,9 +295,10 @@ def _sliced_share(node: Node, plan: NodePlan, known: Profile, axis_sizes: Sequen
 
 
 def _computing(
-    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, flops: tuple[float, float]
+    known: Profile, plan: NodePlan, axis_sizes: Sequence[int], device: Device, flops: tuple[float, float], chunks: int
 ) -> tuple[float, float]:
-    """Seconds of matrix products or attention, forward and backward, at the rates of the local shapes."""
+    """Seconds of matrix products (of so many chunks of rows) or attention, forward and backward, at the rates of the local
+    shapes."""
     if not flops[0]:
         return 0.0, 0.0
     if known.convolution is not None:
@@ -310,6 +317,7 @@ def _computing(
     result = local_shape(known.matrix.result, plan.results[0], axis_sizes)
     rows = result[-2] if known.matrix.batched else prod(result[:-1])
     count, n, k = prod(result[:-1]) // max(1, rows), result[-1], left[-1]
+    count, rows = count * chunks, -(-rows // chunks)
     batched = known.matrix.batched
     aligned = not batched or rows_aligned(device, known.dtype, n, k)
     forward = product_seconds(device, known.dtype, count, rows, n, k, aligned, batched)
@@ -338,7 +346,8 @@ def node_cost(
 ) -> NodeCost:
     """The cost of `node` under `plan` at the global `batch`. `known` is its `profile`, for callers that price many plans."""
     known = known or profile(node, values, batch)
-    seconds = seconds_and_flops(known, plan, mesh.sizes, cluster.device)
+    chunks = chunk_count(node, values, plan, mesh.sizes, batch)
+    seconds = seconds_and_flops(known, plan, mesh.sizes, cluster.device, chunks)
     busiest = expert_imbalance(known, plan, mesh.sizes, cluster)
     if busiest != 1.0:
         seconds = busiest * seconds[0], busiest * seconds[1], *seconds[2:]
@@ -354,6 +363,9 @@ def node_cost(
     exposed = exposed_collective_seconds(node, values, plan, mesh, batch, cluster, work, (forward, backward))
     if busiest != 1.0:
         exposed = tuple(tuple(busiest * each for each in side) for side in exposed)  # type: ignore[assignment]
+    if runs_in_chunks(plan.function):  # the backward scales the gradients that the forward has made
+        scaled = streaming_seconds(cluster.device, 2 * gradient_bytes(node, values, plan.operands, mesh.sizes, batch))
+        return NodeCost(forward + backward, scaled, seconds[2] + seconds[3], 0.0, *exposed)
     return NodeCost(forward, backward, *seconds[2:], *exposed)
 
 

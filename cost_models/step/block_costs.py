@@ -12,6 +12,7 @@ from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion
 from autopar.cost_models.comm.shard_groups import expert_links, stage_link, state_links
 from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
+from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.cost_models.hardware.cluster import Cluster
@@ -33,6 +34,7 @@ from autopar.ir.plan import BlockPlan, NodePlan, Precision
 from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.attention import with_packed_tokens
 from autopar.operations.experts import expert_degrees
+from autopar.operations.losses import runs_in_chunks
 from autopar.operations.table import operation
 
 
@@ -136,8 +138,9 @@ class BlockCosts:
         return cost[1]
 
     def weight_gradient_seconds(self, plan: NodePlan) -> float:
-        """Return the part of a linear's backward that is the gradient of its weight."""
-        return WEIGHT_GRADIENT_SHARE * self.node(plan).backward_seconds
+        """Return the part of a linear's backward that is the gradient of its weight; of a head in chunks of a loss the forward
+        makes it."""
+        return 0.0 if runs_in_chunks(plan.function) else WEIGHT_GRADIENT_SHARE * self.node(plan).backward_seconds
 
     @cached_property
     def products_beside_collectives(self) -> dict[str, list[str]]:
@@ -202,8 +205,17 @@ class BlockCosts:
             tensors = self._saved_tensors[id(plan)] = plan, tuple(self._find_saved_tensors(plan))
         return tensors[1]
 
+    def chunks(self, plan: NodePlan) -> int:
+        """Return the chunks of tokens that the node runs in."""
+        return chunk_count(self.nodes[plan.node], self.values, plan, self.mesh.sizes, self.batch)
+
     def _find_saved_tensors(self, plan: NodePlan) -> Iterator[SavedTensor]:
         node, saved = self.nodes[plan.node], self.saved[plan.node]
+        if runs_in_chunks(plan.function):
+            gradients = gradient_bytes(node, self.values, plan.operands, self.mesh.sizes, self.batch)
+            if gradients:
+                yield SavedTensor(f"{plan.node}+", plan.operands[0], gradients)
+            return
         for name, placements, flag in zip(node.operands(), plan.operands, saved.operands, strict=True):
             if flag:
                 yield SavedTensor(name, placements, self.value_bytes(name, placements))

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from autopar.cost_models.compute.loss_chunks import chunk_bytes
 from autopar.cost_models.compute.operations import token_copy_share
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.losses import WITHIN_LOSS, runs_in_chunks
 from autopar.operations.table import operation
 from autopar.rules.conversions import axis_conversion, changed_axis
 
@@ -34,7 +36,7 @@ def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """Return what the backward of a node holds beside saved tensors: the gradients of its results and operands (of parameters
     too, until they are reduced) and its workspace. A block's working set is the maximum over its nodes."""
     node, saved = costs.nodes[plan.node], costs.saved[plan.node]
-    if operation(node.op).view or node.no_grad:
+    if operation(node.op).view or node.no_grad or runs_in_chunks(plan.function):  # its gradients are those that it saved
         return 0.0
     sizes = [costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True) if v.differentiable]
     for name, placements in zip(node.operands(), plan.operands, strict=True):
@@ -46,6 +48,9 @@ def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:
 
 def forward_workspace_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     """Return what the forward of a node holds until it ends, beside operands, results and saved tensors."""
+    if runs_in_chunks(plan.function):
+        node = costs.nodes[plan.node]
+        return chunk_bytes(node, costs.value_bytes(node.name, plan.results[0]), costs.chunks(plan))
     return costs.saved[plan.node].forward_workspace_ratio * _largest_bytes(costs, plan) + _padded_bytes(costs, plan)
 
 
@@ -71,6 +76,7 @@ def forward_output_bytes(costs: BlockCosts, plan: NodePlan) -> float:
     if operation(node.op).view and plan.operands:
         return 0.0
     results = sum(costs.value_bytes(v.name, at) for v, at in zip(node.outputs, plan.results, strict=True))
+    results *= plan.function != WITHIN_LOSS
     return results + sum(saved.bytes for saved in costs.saved_tensors(plan) if saved.value.endswith("+"))
 
 

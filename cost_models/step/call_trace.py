@@ -20,6 +20,7 @@ from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.losses import runs_in_chunks
 
 Segment = tuple[float, frozenset[str]]
 """Seconds of the main stream, and the physical links that it uses meanwhile (none: it computes)."""
@@ -107,7 +108,7 @@ def _weight_gradients(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float]
     delayed = weight_gradient_nodes(costs.block)
     seconds, tensors = 0.0, {}
     for each in plan.nodes:
-        if each.node not in delayed:
+        if each.node not in delayed or runs_in_chunks(each.function):
             continue
         node = costs.nodes[each.node]
         names = node.operands()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime.ops.functions import cross_entropy_sum as cross_entropy_sum
 from autopar.runtime.ops.functions import linear_kn as linear_kn
 from autopar.runtime.ops.functions import local_mean as local_mean
+from autopar.runtime.ops.losses import cross_entropy_sum as cross_entropy_sum
 
 linear_float8_dynamic = F.linear
 """torchao's saves the operands as they come, and casts once more in the backward."""

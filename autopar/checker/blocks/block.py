@@ -171,7 +171,24 @@ class BlockProof:
             if not isinstance(pending, PlacedTensor) or pending.pending != wanted:
                 raise NotProven(applied.line, f"nothing was started that {name} could wait for")
             return (replace(pending, pending=""),)
+        if name.startswith("linear_cross_entropy_"):
+            return self._loss_in_chunks(applied, name)
         return self.operations.prove(applied)
+
+    def _loss_in_chunks(self, applied: Applied, name: str) -> tuple[PlacedTensor, ...]:
+        """The head, the model's casts of its logits, and their loss (that the function computes these: execution,
+        tests/runtime/test_losses_in_chunks.py, on ranks in tests/e2e/models)."""
+        x, weight, bias, target, ignore, smoothing, *chunk = applied.args if len(applied.args) == 7 else (None,) * 7
+        if not all(isinstance(each, PlacedTensor) for each in (x, weight, target)) or type(chunk[0]) is not int or chunk[0] < 1:
+            raise NotProven(applied.line, f"{name} takes the operands of a head, targets, and how many tokens are a chunk")
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        (logits,) = self.operations.prove(replace(applied, op="aten.linear", args=operands, kwargs={}))
+        while casts := [each for each in self.captured.by_operands.get((logits.value,), []) if each.call.op == "aten.to"]:
+            dtype = casts[0].call.arguments["dtype"]
+            (logits,) = self.operations.prove(replace(applied, op="aten.to", args=(logits, dtype), kwargs={}))
+        self.result.lemmas[applied.op] += 1
+        loss = replace(applied, op=f"ap.{name.removeprefix('linear_')}", args=(logits, target, ignore, smoothing))
+        return self.operations.prove(loss)
 
     def _conversion(self, applied: Applied, name: str) -> tuple[PlacedTensor, ...]:
         tensors, axis, text = applied.args if len(applied.args) == 3 and not applied.kwargs else (None, None, None)

@@ -131,6 +131,27 @@ def _losses(logits: Tensor, target: Tensor, *_: Any, **__: Any) -> Tensor:
     return F.log_softmax(_full_precision(logits), -1).select(-1, 0).sum()
 
 
+class _Gradients(torch.autograd.Function):
+    """A loss that saves the gradients of its operands, and of a chunk of tokens holds the logits and their gradient, wide and
+    narrow."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*(None if each is None else torch.empty_like(each) for each in (x, weight, bias)))
+        rows, size = min(chunk, x.numel() // max(1, x.shape[-1])), x.element_size()
+        _bytes(rows * (weight.shape[0] * (2 * size + 4) + size * x.shape[-1]))
+        return _full_precision(x.new_empty(()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, *ctx.saved_tensors
+
+
+def _linear_losses(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any) -> Tensor:
+    torch.broadcast_shapes(x.shape[:-1], target.shape)
+    return _Gradients.apply(options[2], x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def _linear_kn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.matmul(x, weight)
     return out if bias is None else out + bias
@@ -148,6 +169,8 @@ STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "embedding_sharded": _looked_up,
     "cross_entropy_sum": _losses,
     "cross_entropy_sharded": _losses,
+    "linear_cross_entropy_sum": _linear_losses,
+    "linear_cross_entropy_sharded": _linear_losses,
     "count_valid": lambda target, *_, **__: (target != 0).sum().float(),
     "dropout": lambda x, p=0.5, *_, **__: F.dropout(x, p),
     "random": lambda x, *_, dtype, **__: torch.empty(x.shape, dtype=dtype, device="meta"),

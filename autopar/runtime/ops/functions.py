@@ -1,8 +1,5 @@
-"""Operations whose sharded form is another algorithm (vocabulary-parallel tables and losses), those that capture makes one
-node, and tensors whose values are part of the program.
-
-Half-precision losses are computed and returned in float32.
-"""
+"""Operations whose sharded form is another algorithm (vocabulary-parallel tables), those that capture makes one node, and tensors
+whose values are part of the program."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..compat.autograd import apply
-from ..compat.collectives import all_reduce, wait_tensor
 from ..device.axis import AxisHandle
 
 
-def _full_precision(x: torch.Tensor) -> torch.Tensor:
+def full_precision(x: torch.Tensor) -> torch.Tensor:
+    """Return half precision in float32, and all else as it is."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -50,26 +46,13 @@ def ctc_losses(
 ) -> torch.Tensor:
     """Return the loss of each example ``[B]``: ``log_probs [T, B, C]``, ``targets [B, U]`` padded at their ends, lengths
     ``[B]``."""
-    operands = (_full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
+    operands = (full_precision(log_probs), targets.contiguous(), input_lengths, target_lengths)
     return F.ctc_loss(*operands, blank, reduction="none", zero_infinity=zero_infinity)
 
 
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """Return the number of targets that are not `ignore_index`, a float32 scalar."""
     return (target != ignore_index).sum().float()
-
-
-def cross_entropy_sum(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    """Sum of the cross entropies of ``logits[..., V]`` against ``target[...]``, a scalar."""
-    return F.cross_entropy(
-        _full_precision(logits).reshape(-1, logits.shape[-1]),
-        target.reshape(-1),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
 
 
 def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle, padding_idx: int | None = None) -> torch.Tensor:
@@ -84,61 +67,6 @@ def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle,
     if padding_idx is not None:
         vectors = torch.where((ids == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
     return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Saves one tensor of the size of the local logits (their softmax), and the targets. Allocates no other of that size in the
-    forward (it works in place), and one in the backward: with a large vocabulary this is where a step's memory peaks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: str,
-        coordinate: int,
-        size: int,
-        ignore: int,
-        smoothing: float,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-    ) -> torch.Tensor:
-        local = logits.shape[-1]
-        highest = wait_tensor(all_reduce(logits.detach().amax(-1), "max", group))
-        shifted = logits - highest.unsqueeze(-1)
-        valid = target != ignore
-        index = target - coordinate * local
-        here = valid & (index >= 0) & (index < local)
-        index = index.masked_fill(~here, 0).unsqueeze(-1)
-        at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
-        total = shifted.sum(-1) if smoothing else torch.zeros_like(at_target)
-        exponentials = shifted.exp_()
-        sums = wait_tensor(all_reduce(torch.stack((exponentials.sum(-1), at_target, total)), "sum", group))
-        log_normaliser = sums[0].log()
-        losses = log_normaliser - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid)
-        ctx.smoothing, ctx.classes = smoothing, local * size
-        return losses.masked_fill(~valid, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        softmax, index, here, valid = ctx.saved_tensors
-        scale = (grad * valid).unsqueeze(-1)
-        hit = scale * here.unsqueeze(-1) * (1 - ctx.smoothing)
-        result = (softmax - ctx.smoothing / ctx.classes).mul_(scale) if ctx.smoothing else softmax * scale
-        return None, None, None, None, None, result.scatter_add_(-1, index, -hit), None
-
-
-def cross_entropy_sharded(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle
-) -> torch.Tensor:
-    """Return `cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
-
-    The result is Invariant: its gradient is expected equal on all ranks, and each rank's logits get their exact gradient. Two
-    all-reduces of one and three numbers a token (Megatron-LM, arXiv:1909.08053, section 3).
-    """
-    if axis.size == 1:
-        return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
-    place = (axis.group_name, axis.coordinate, axis.size)
-    return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, _full_precision(logits), target)  # type: ignore[no-any-return]
 
 
 def local_mean(x: torch.Tensor, dims: Sequence[int], correction: int = 0) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
+from autopar.operations.losses import runs_in_chunks
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel
@@ -66,8 +67,14 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
         for place, each in enumerate(seconds):
             spent[place] += each
 
+    in_chunks = {
+        x
+        for node in delayed
+        for strategy, x in zip(table.strategies[node], form.x[name, node], strict=True)
+        if runs_in_chunks(strategy.plan.function)
+    }
     for column, each, node in form.priced_columns(name):
-        weights = WEIGHT_GRADIENT_SHARE * each.backward if node in delayed else 0.0
+        weights = WEIGHT_GRADIENT_SHARE * each.backward if node in delayed and column not in in_chunks else 0.0
         spend(column, each.forward, each.backward - weights, weights)
     whole = sum(
         min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
@@ -88,8 +95,12 @@ def _operations_seconds(problem: Problem, name: str, direction: tuple[float, flo
     delayed = weight_gradient_nodes(table.block)
     out = 0.0
     for node, strategies in table.strategies.items():
-        backward = inputs + WEIGHT_GRADIENT_SHARE * (weights - inputs) if node in delayed else inputs
-        out += min(forward * each.seconds.forward + backward * each.seconds.backward for each in strategies)
+        split = inputs + WEIGHT_GRADIENT_SHARE * (weights - inputs) if node in delayed else inputs
+        out += min(
+            forward * each.seconds.forward
+            + (inputs if runs_in_chunks(each.plan.function) else split) * each.seconds.backward
+            for each in strategies
+        )
     return out
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
+from autopar.rules.loss_chunks import as_plain
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
@@ -134,7 +135,7 @@ def with_fixed_placements(problem: Problem, sharding: Candidate) -> Problem:
 def _fixed_table(table: BlockTable, plan: BlockPlan) -> BlockTable:
     chosen = {each.node: each for each in plan.nodes}
     strategies: dict[str, tuple[NodeStrategy, ...]] = {
-        node: tuple(strategy for strategy in every if strategy.plan == chosen[node])[:1]
+        node: tuple({each.plan.function: each for each in every if as_plain(each.plan) == as_plain(chosen[node])}.values())
         for node, every in table.strategies.items()
     }
     placed = _placements_of_values(table, plan)

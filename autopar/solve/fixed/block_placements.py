@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.ir.placement import Invariant, Placement, Placements, Shard
 from autopar.ir.plan import BlockPlan
+from autopar.operations.losses import runs_in_chunks
 from autopar.operations.table import operation
 from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
@@ -38,6 +39,7 @@ def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | N
     rules = registry or default_registry()
     precision = replace(fixed.precision, offload_optimizer="")  # the same placements; no host is described here
     problem = build_problem(replace(graph, batch=2), mesh, cluster, precision, fixed.optimizer, rules, (0,))
+    problem = replace(problem, blocks={name: _without_chunks(table) for name, table in problem.blocks.items()})
     if fixed.tp > 1:
         problem = _pinned(problem, mesh.index(TENSOR_AXIS), fixed)
     form = formulate(problem)
@@ -48,6 +50,15 @@ def place_blocks(graph: Graph, fixed: FixedConfiguration, registry: Registry | N
             "force another degree"
         )
     return decode(form, outcome.values).blocks
+
+
+def _without_chunks(table: BlockTable) -> BlockTable:
+    """The table of software that computes whole logits."""
+    plain = {
+        node: tuple(each for each in strategies if not runs_in_chunks(each.plan.function))
+        for node, strategies in table.strategies.items()
+    }
+    return replace(table, strategies=plain)
 
 
 def _reference(mesh: Mesh) -> Cluster:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.placement import Placements, Replicate
+from autopar.operations.losses import runs_in_chunks
+from autopar.rules.loss_chunks import chunk_pairs
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, add, total
 from autopar.solve.ilp.recompute_offload import add_storages
@@ -83,6 +85,16 @@ def add_strategies(form: Formulation, table: BlockTable) -> None:
         # sum_s x[node, s] = 1
         form.model.row([(x, 1.0) for x in form.x[table.block.name, node]], 1.0, 1.0)
         form.model.strategy_groups.append(tuple(form.x[table.block.name, node]))
+    for before, after in chunk_pairs(table.block):
+        placed: dict[Placements, Expression] = {}
+        for name, sign in ((before.name, 1.0), (after.name, -1.0)):
+            for strategy, x in zip(table.strategies[name], form.x[table.block.name, name], strict=True):
+                if runs_in_chunks(strategy.plan.function):
+                    at = strategy.plan.results[0] if sign > 0 else strategy.plan.operands[0]
+                    placed.setdefault(at, {})[x] = sign
+        for terms in placed.values():
+            # sum_s x[before, s in chunks, makes p] = sum_s x[after, s in chunks, takes p], for each placement p of the chunks
+            form.model.row(terms, 0.0, 0.0)
 
 
 def _class_terms(form: Formulation, slot: Slot) -> dict[Placements, Expression]:

@@ -19,6 +19,7 @@ from autopar.cost_models.step.block_memory import saved_storages
 from autopar.cost_models.step.recompute import overwritten_values
 from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.graph import Node
+from autopar.operations.losses import runs_in_chunks
 from autopar.operations.table import operation
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
 from autopar.solve.ilp.linear_model import INFINITY, add, total
@@ -124,7 +125,9 @@ class _BlockRecompute:
                 reading = [self.find(state) for state in zip(node.operands(), strategy.plan.operands, strict=True)]
                 sources = tuple(dict.fromkeys(reading))
                 targets = self._results(node, strategy)
-                r = self.model.variable(1.0) if name in recomputable and any(map(self._large, targets)) else None
+                large = [target for target in targets if self._large(target)]
+                again = name in recomputable and large and not runs_in_chunks(strategy.plan.function)
+                r = self.model.variable(1.0) if again else None
                 for target in targets:
                     self.producers.setdefault(target, []).append(_Producer(x, sources, r))
                 if r is None:

@@ -17,6 +17,7 @@ from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import NodePlan, Precision
+from autopar.operations.losses import runs_in_chunks
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
@@ -165,14 +166,16 @@ class _Pricing:
     def _strategies(
         self, costs: BlockCosts, plans: tuple[NodePlan, ...], same_price_as: tuple[int, ...]
     ) -> tuple[NodeStrategy, ...]:
-        out: list[NodeStrategy] = []
+        out: dict[int, NodeStrategy] = {}
         for index, plan in enumerate(plans):
             first = same_price_as[index]
+            if runs_in_chunks(plan.function) and costs.chunks(plan) == 1:
+                continue  # the whole loss
             if first < index:
-                out.append(NodeStrategy(plan, out[first].seconds, out[first].redundant_flops))
+                out[index] = NodeStrategy(plan, out[first].seconds, out[first].redundant_flops)
             else:
-                out.append(self._strategy(costs, plan))
-        return tuple(out)
+                out[index] = self._strategy(costs, plan)
+        return tuple(out.values())
 
     def _strategy(self, costs: BlockCosts, plan: NodePlan) -> NodeStrategy:
         cost, profile = costs.node(plan), costs.profile(plan.node)

@@ -14,6 +14,7 @@ from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS, Mesh
 from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Shard, can_shard
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import combine_axes
+from autopar.rules.loss_chunks import with_chunks
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
@@ -151,7 +152,7 @@ class _Builder:
             ]
             plans = combine_axes(per_axis, node, values, self.mesh.sizes)
             out[node.name] = plans if not self.pins else self._pinned(block, node, plans)
-        return out
+        return with_chunks(block, out)
 
     def _pinned(self, block: Block, node: Node, plans: tuple[NodePlan, ...]) -> tuple[NodePlan, ...]:
         """The strategies that the pins of results and operands allow."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import EXPERT_AXIS
-from autopar.ir.plan import Precision
+from autopar.ir.plan import Candidate, Precision
+from autopar.operations.losses import IN_CHUNKS, WITHIN_LOSS
+from autopar.rules.loss_chunks import as_plain, loss_chains
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.force import Force, parse_force
@@ -44,6 +48,20 @@ def forced_plan(prepared: Prepared, force: str) -> PlanResult:
         dtype = next(each.value.dtype for each in prepared.graph.parameters().values() if each.trainable)
         _MADE[key] = forced_search(prepared.graph, force, dtype=dtype)
     return _MADE[key]
+
+
+def with_losses_in_chunks(graph: Graph, candidate: Candidate) -> Candidate:
+    """The plan with each loss in chunks whose logits nothing converts between the head and the loss."""
+    blocks = []
+    for block, plan in zip(graph.blocks, candidate.blocks, strict=True):
+        plans = {each.node: as_plain(each) for each in plan.nodes}
+        for *within, loss in loss_chains(block):
+            ends = [plans[each.name] for each in (*within, loss)]
+            if all(a.results[0] == b.operands[0] for a, b in pairwise(ends)) and "P" not in str(ends[0].results):
+                plans |= {each.name: replace(plans[each.name], function=WITHIN_LOSS) for each in within}
+                plans[loss.name] = replace(plans[loss.name], function=IN_CHUNKS[plans[loss.name].function])
+        blocks.append(replace(plan, nodes=tuple(plans.values())))
+    return replace(candidate, blocks=tuple(blocks))
 
 
 def whole_of_able(found: PlanResult, axis: str) -> float:

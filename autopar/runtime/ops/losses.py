@@ -1,0 +1,213 @@
+"""Cross entropy of logits: whole, sharded by classes, and from the operands of the head in chunks of tokens.
+
+Half-precision losses are computed and returned in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..compat.autograd import apply
+from ..compat.collectives import all_reduce, wait_tensor
+from ..device.axis import AxisHandle
+from .functions import full_precision
+
+Place = tuple[str, int, int]
+"""The name of the group of an axis, this rank's coordinate on it, and its size."""
+_WHOLE: Place = ("", 0, 1)
+
+
+def cross_entropy_sum(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum of the cross entropies of ``logits[..., V]`` against ``target[...]``, a scalar."""
+    return F.cross_entropy(
+        full_precision(logits).reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+
+
+def _softmax(
+    shifted: Tensor, target: Tensor, ignore: int, smoothing: float, place: Place
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum of the losses, and the softmax in the storage of `shifted`, logits less a number for each token; with the
+    index of each target among this rank's classes, whether it is here, and whether it is one at all."""
+    group, coordinate, size = place
+    local = shifted.shape[-1]
+    valid = target != ignore
+    index = target - coordinate * local
+    # alone, an index beyond the classes is torch's error
+    here = valid & (index >= 0) & (index < local) if size > 1 else valid
+    index = index.masked_fill(~here, 0).unsqueeze(-1)
+    at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
+    total = shifted.sum(-1) if smoothing else torch.zeros_like(at_target)
+    exponentials = shifted.exp_()
+    sums = torch.stack((exponentials.sum(-1), at_target, total))
+    if size > 1:
+        sums = wait_tensor(all_reduce(sums, "sum", group))
+    losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
+    return losses.masked_fill(~valid, 0.0).sum(), exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Saves one tensor of the size of the local logits (their softmax), and the targets. Allocates no other of that size in the
+    forward (it works in place), and one in the backward: with a large vocabulary this is where a step's memory peaks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: str,
+        coordinate: int,
+        size: int,
+        ignore: int,
+        smoothing: float,
+        logits: Tensor,
+        target: Tensor,
+    ) -> Tensor:
+        place = group, coordinate, size
+        highest = wait_tensor(all_reduce(logits.detach().amax(-1), "max", group))
+        loss, softmax, index, here, valid = _softmax(logits - highest.unsqueeze(-1), target, ignore, smoothing, place)
+        ctx.save_for_backward(softmax, index, here, valid)
+        ctx.smoothing, ctx.classes = smoothing, logits.shape[-1] * size
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        softmax, index, here, valid = ctx.saved_tensors
+        scale = (grad * valid).unsqueeze(-1)
+        hit = scale * here.unsqueeze(-1) * (1 - ctx.smoothing)
+        result = (softmax - ctx.smoothing / ctx.classes).mul_(scale) if ctx.smoothing else softmax * scale
+        return None, None, None, None, None, result.scatter_add_(-1, index, -hit), None
+
+
+def cross_entropy_sharded(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle
+) -> Tensor:
+    """Return `cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
+
+    The result is Invariant: its gradient is expected equal on all ranks, and each rank's logits get their exact gradient. Two
+    all-reduces of one and three numbers a token (Megatron-LM, arXiv:1909.08053, section 3).
+    """
+    if axis.size == 1:
+        return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
+    place = (axis.group_name, axis.coordinate, axis.size)
+    return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)  # type: ignore[no-any-return]
+
+
+def _in_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, place: Place, options: tuple[int, float, int],
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the loss and the gradients of those of x, weight and bias that are `wanted`, computed chunk by chunk, while the
+    chunk's logits are there."""
+    group, _, size = place
+    ignore, smoothing, chunk = options
+    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    of_rows = rows.new_empty(rows.shape) if wanted[0] else None
+    of_weight: Tensor | None = None
+    of_bias: Tensor | None = None
+    parts = []
+    for start in range(0, rows.shape[0], chunk):
+        part = rows[start : start + chunk]
+        logits = full_precision(F.linear(part, weight, bias))
+        highest = logits.amax(-1)
+        if size > 1:
+            highest = wait_tensor(all_reduce(highest, "max", group))
+        result = _softmax(logits.sub_(highest.unsqueeze(-1)), targets[start : start + chunk], ignore, smoothing, place)
+        loss, softmax, index, here, valid = result
+        parts.append(loss)
+        if any(wanted):
+            if smoothing:
+                softmax.sub_(smoothing / (softmax.shape[-1] * size))
+            softmax.mul_(valid.unsqueeze(-1))
+            hit = here.unsqueeze(-1).to(softmax.dtype).mul_(smoothing - 1)
+            gradient = softmax.scatter_add_(-1, index, hit).to(weight.dtype)
+            del logits, result, softmax  # no more than two of their size are there at once
+            if of_rows is not None:
+                of_rows[start : start + chunk] = gradient @ weight
+            if wanted[1]:
+                of_weight = gradient.t() @ part if of_weight is None else of_weight.addmm_(gradient.t(), part)
+            if wanted[2]:
+                of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
+            del gradient  # or it would be there beside the logits of the next chunk
+    gradients = (None if of_rows is None else of_rows.view(x.shape), of_weight, of_bias)
+    return [torch.stack(parts).sum(), *(each for each in gradients if each is not None)]
+
+
+@torch.library.custom_op("autopar::linear_cross_entropy", mutates_args=())
+def _traced_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: str, coordinate: int, size: int, ignore: int,
+    smoothing: float, chunk: int, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return `_in_chunks`; compiled code calls it as it is, however many chunks there are."""
+    return _in_chunks(x, weight, bias, target, (group, coordinate, size), (ignore, smoothing, chunk), wanted)
+
+
+@_traced_chunks.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    operands = [each for each, want in zip((x, weight, bias), rest[-1], strict=True) if want and each is not None]
+    return [full_precision(x.new_empty(())), *(each.new_empty(each.shape) for each in operands)]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients of the head's operands in the forward: logits are never whole, and no product is repeated (Liger
+    Kernel, arXiv 2410.10989, section 3.2). Saves the gradients, which the backward scales in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        place: Place,
+        options: tuple[int, float, int],
+        wanted: tuple[bool, bool, bool],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+    ) -> Tensor:
+        results: list[Tensor]
+        if torch.compiler.is_compiling():
+            results = _traced_chunks(x, weight, bias, target, *place, *options, wanted)
+        else:
+            results = _in_chunks(x, weight, bias, target, place, options, wanted)
+        loss, gradients = results[0], iter(results[1:])
+        ctx.save_for_backward(*(next(gradients) if want else None for want in wanted))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        # in place: a second backward of the same graph is torch's error, since the saved tensors have changed
+        scale = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
+        return None, None, None, *(each if each is None else scale(each, grad) for each in ctx.saved_tensors), None
+
+
+def linear_cross_entropy_sum(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
+    label_smoothing: float, chunk_tokens: int, place: Place = _WHOLE,
+) -> Tensor:  # fmt: skip
+    """Return ``cross_entropy_sum(F.linear(x, weight, bias), target)`` without whole logits: of `chunk_tokens` at a time.
+
+    Not torch's ``F.linear_cross_entropy``, which has no label smoothing, no sharded classes, and leaves a compiled graph.
+    """
+    trains = torch.is_grad_enabled()
+    wanted = (trains and x.requires_grad, trains and weight.requires_grad, trains and bias is not None and bias.requires_grad)
+    options = (ignore_index, label_smoothing, chunk_tokens)
+    return apply(_ChunkedCrossEntropy, place, options, wanted, x, weight, bias, target)  # type: ignore[no-any-return]
+
+
+def linear_cross_entropy_sharded(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
+    label_smoothing: float, chunk_tokens: int, axis: AxisHandle,
+) -> Tensor:  # fmt: skip
+    """Return `linear_cross_entropy_sum` of ``weight[V / n, D]``, sharded by classes: equal on all ranks of the axis, with two
+    all-reduces a chunk. The gradient of `x` is this rank's part of the sum."""
+    place = (axis.group_name, axis.coordinate, axis.size) if axis.size > 1 else _WHOLE
+    return linear_cross_entropy_sum(x, weight, bias, target, ignore_index, label_smoothing, chunk_tokens, place)
