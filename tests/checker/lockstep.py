@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.ir.placement import parse_placement
 from autopar.runtime.comm.conversions import AxisOperation, apply_locally, join_shards, parse_conversion, split_shards
 from autopar.runtime.module import ParameterSpec
-from autopar.runtime.ops import expert_parallel, experts, functions
+from autopar.runtime.ops import expert_parallel, experts, functions, losses
 
 Names = Sequence[str]
 
@@ -147,7 +147,7 @@ def _cross_entropy_sharded(logits: Any, target: Any, ignore: int, smoothing: flo
 
     def run(group: list[Any]) -> list[Tensor]:
         whole = torch.cat([each[0] for each in group], -1)
-        loss = functions.cross_entropy_sum(whole, group[0][1], ignore, smoothing)
+        loss = losses.cross_entropy_sum(whole, group[0][1], ignore, smoothing)
         return list(_Conversion.apply("P -> I", *([loss / axis.size] * axis.size)))
 
     return _in_groups(axis, run, (logits, target))
@@ -210,7 +210,7 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
 COLLECTIVES = SimpleNamespace(
     convert=convert, start=convert, wait=lambda x: x, convert_many=_convert_many, embedding_sharded=_embedding_sharded,
     cross_entropy_sharded=_cross_entropy_sharded, linear_kn=_each(functions.linear_kn),
-    cross_entropy_sum=_each(functions.cross_entropy_sum), count_valid=_each(functions.count_valid),
+    cross_entropy_sum=_each(losses.cross_entropy_sum), count_valid=_each(functions.count_valid),
     attention_ring=_attention(-2, True), attention_rows=_attention(-2, False), attention_heads=_attention(-3, False),
     moe_experts_owned=_owned, moe_experts_dispatched=_dispatched, moe_experts_start=_dispatched, moe_experts_wait=lambda x: x,
     expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
