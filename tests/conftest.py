@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 20
+CAPTURING = ("capture", "runtime", "e2e/control_flow", "e2e/habits", "e2e/variants")
+"""The rooms whose subject is what a capture reads and does; other rooms take the graph of an earlier test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +54,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
         session.config.stash[POOL] = RankPool()
     collect_seldom()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    from support.kept_captures import kept_captures  # not by the process that only starts workers: it imports torch
+
+    with nullcontext() if item.nodeid.startswith(tuple(f"tests/{room}/" for room in CAPTURING)) else kept_captures():
+        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

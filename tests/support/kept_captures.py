@@ -1,0 +1,99 @@
+"""Graphs of models that an earlier test of this process captured, for tests whose subject is not the capture.
+
+A capture takes 1 to 3 s of the processor, and the rooms of the command line, the search and the reports captured the same few
+bundled models hundreds of times. A graph is frozen, so one serves all. It is kept under everything that its capture reads: the
+pickle of model, inputs and options, with each tensor's values, and the very classes and functions in it. What cannot be pickled,
+or warned, is captured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import export, reads
+
+_MOST_BYTES = 2**24
+"""Of a tensor whose values are read for the key."""
+_GRAPHS: dict[tuple[Any, ...], _Kept] = {}
+
+
+class _Kept:
+    """What `autopar.capture.capture` takes of an export, and what its forward read."""
+
+    def __init__(self, exported: export.Export, read: reads.Reads) -> None:
+        self.graph, self.read = exported.graph, read
+
+
+@contextmanager
+def kept_captures() -> Iterator[None]:
+    """Within, `autopar.capture.capture` gives the graph that it gave for the same before."""
+    with patch("autopar.capture.Export", _export):
+        yield
+
+
+def _export(*given: Any) -> Any:
+    try:
+        key = _key(given)
+    except Exception:  # whatever the objects of a model raise where they are pickled
+        return export.Export(*given)
+    if key in _GRAPHS:
+        for record in reads._recorded.get():
+            record.add(_GRAPHS[key].read)
+        return _GRAPHS[key]
+    with warnings.catch_warnings(record=True) as caught, reads.recorded_reads() as record:
+        warnings.simplefilter("always")
+        exported = export.Export(*given)
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if not caught:
+        _GRAPHS[key] = _Kept(exported, record.reads)
+    return exported
+
+
+def _key(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    text = io.BytesIO()
+    pickler = _KeyPickler(text, protocol=5)
+    pickler.dump(given)
+    return text.getvalue(), tuple(pickler.definitions), torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+class _KeyPickler(pickle.Pickler):
+    """Writes tensors as what they are and hold, and collects classes and functions, which pickle knows by name alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.definitions, self.tensors = list[Any](), dict[int, int]()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType):
+            self.definitions.append(value)
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if type(value) not in (Tensor, nn.Parameter) or value.grad is not None:
+            raise pickle.PicklingError("a tensor with more to it than its values")
+        number = self.tensors.setdefault(id(value), len(self.tensors))  # one that is tied has one number
+        kind = (type(value), value.dtype, str(value.device), tuple(value.shape), value.stride(), value.requires_grad)
+        return number, kind, _digest(value), vars(value)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """The digest of its values; those on the meta device have none."""
+    if tensor.is_meta:
+        return b""
+    if tensor.nbytes > _MOST_BYTES:
+        raise pickle.PicklingError("a tensor too large to read")
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()
