@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,8 @@ POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 20
-CAPTURING = ("capture", "runtime", "e2e/control_flow", "e2e/habits", "e2e/variants")
-"""The rooms whose subject is what a capture reads and does; other rooms take the graph of an earlier test."""
+KEEPING = ("cli", "dryrun", "explain", "program", "report", "verification")
+"""The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.kept_captures`)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,9 +57,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    from support.kept_captures import kept_captures  # not by the process that only starts workers: it imports torch
+    if not item.nodeid.startswith(tuple(f"tests/{room}/" for room in KEEPING)):
+        return (yield)
+    from support.kept_captures import kept_captures  # only here: it imports torch
 
-    with nullcontext() if item.nodeid.startswith(tuple(f"tests/{room}/" for room in CAPTURING)) else kept_captures():
+    with kept_captures():
         return (yield)
 
 

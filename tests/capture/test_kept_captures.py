@@ -16,6 +16,8 @@ from autopar.capture import export
 from autopar.capture.reads import recorded_reads
 from autopar.errors import CaptureError
 
+FACTORS = [1.0]
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.down(self.up(x)) * self.scale + self.shift).sum()
+        return (self.down(self.up(x)) * self.scale * FACTORS[0] + self.shift).sum()
 
 
 def net() -> Net:
@@ -68,6 +70,12 @@ def test_a_changed_model_is_captured_anew(change: str) -> None:
     CHANGES[change](other)
     assert graph_of(other, compute_dtype="float32") is not graph_of(net(), compute_dtype="float32")
     assert graph_of(net()) is graph
+
+
+def test_a_global_that_the_forward_reads_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(net())
+    monkeypatch.setitem(globals(), "FACTORS", [2.0])
+    assert graph_of(net()) is not graph
 
 
 def test_weights_that_are_tied_are_not_those_that_are_equal() -> None:

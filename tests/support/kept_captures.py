@@ -1,9 +1,9 @@
-"""Graphs of models that an earlier test of this process captured, for tests whose subject is not the capture.
+"""Exports of models that an earlier test of this process made, for tests whose subject is not the capture.
 
-A capture takes 1 to 3 s of the processor, and the rooms of the command line, the search and the reports captured the same few
-bundled models hundreds of times. A graph is frozen, so one serves all. It is kept under everything that its capture reads: the
-pickle of model, inputs and options, with each tensor's values, and the very classes and functions in it. What cannot be pickled,
-or warned, is captured anew.
+An export takes 1 to 3 s of the processor, and the rooms of the command line, the search and the reports exported the same few
+bundled models hundreds of times. Nothing changes an export, so one serves all. It is kept under everything that it reads: the
+pickle of model, inputs, options and of the globals that the code of the forward names, with each tensor's values, and the very
+classes and functions in it. What cannot be pickled, or warned, is exported anew.
 """
 
 from __future__ import annotations
@@ -15,56 +15,61 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import export, reads
+from autopar.capture import export as exports
+from autopar.capture.export import CaptureOptions, Export
+from autopar.capture.reads import _recorded, recorded_reads
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.frozen_reads import Reads
 
 _MOST_BYTES = 2**24
 """Of a tensor whose values are read for the key."""
-_GRAPHS: dict[tuple[Any, ...], _Kept] = {}
+_EXPORTS: dict[tuple[Any, ...], _Kept] = {}
 
 
-class _Kept:
-    """What `autopar.capture.capture` takes of an export, and what its forward read."""
+class _Kept(NamedTuple):
+    """An export, and what its forward read."""
 
-    def __init__(self, exported: export.Export, read: reads.Reads) -> None:
-        self.graph, self.read = exported.graph, read
+    export: Export
+    reads: Reads
 
 
 @contextmanager
 def kept_captures() -> Iterator[None]:
-    """Within, `autopar.capture.capture` gives the graph that it gave for the same before."""
-    with patch("autopar.capture.Export", _export):
+    """Within, a plan and a program of another call take the export of an equal model of before."""
+    with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
         yield
 
 
-def _export(*given: Any) -> Any:
+def _export(*given: Any) -> Export:
     try:
-        key = _key(given)
+        key = _key(*given)
     except Exception:  # whatever the objects of a model raise where they are pickled
-        return export.Export(*given)
-    if key in _GRAPHS:
-        for record in reads._recorded.get():
-            record.add(_GRAPHS[key].read)
-        return _GRAPHS[key]
-    with warnings.catch_warnings(record=True) as caught, reads.recorded_reads() as record:
+        return exports.Export(*given)
+    if key in _EXPORTS:
+        for record in _recorded.get():
+            record.add(_EXPORTS[key].reads)
+        return _EXPORTS[key].export
+    with warnings.catch_warnings(record=True) as caught, recorded_reads() as record:
         warnings.simplefilter("always")
-        exported = export.Export(*given)
+        exported = exports.Export(*given)
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     if not caught:
-        _GRAPHS[key] = _Kept(exported, record.reads)
+        _EXPORTS[key] = _Kept(exported, record.reads)
     return exported
 
 
-def _key(given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _key(model: nn.Module, args: Any, kwargs: Any, options: CaptureOptions, *more: Any) -> tuple[Any, ...]:
     text = io.BytesIO()
     pickler = _KeyPickler(text, protocol=5)
-    pickler.dump(given)
+    names = [(each.place, each.name, each.at.get(each.name, None)) for each in code_of(model, options.loss_fn).names]
+    pickler.dump((model, args, kwargs, options, more, names))
     return text.getvalue(), tuple(pickler.definitions), torch.get_default_dtype(), torch.is_grad_enabled()
 
 
