@@ -21,6 +21,8 @@ POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 20
+KEEPING = ("cli", "dryrun", "explain", "program", "report", "verification")
+"""The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.kept_captures`)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +53,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
         session.config.stash[POOL] = RankPool()
     collect_seldom()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not item.nodeid.startswith(tuple(f"tests/{room}/" for room in KEEPING)):
+        return (yield)
+    from support.kept_captures import kept_captures  # only here: it imports torch
+
+    with kept_captures():
+        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

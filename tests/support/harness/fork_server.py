@@ -21,11 +21,15 @@ from typing import Any, BinaryIO
 
 ROOT = Path(__file__).parents[3]
 MODULES = (
-    "hypothesis", "pytest", "sympy", "sympy.combinatorics", "torch._dynamo", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace", "torch._export.non_strict_utils",
-    "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun", "autopar.cli.commands.explain",
-    "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan", "autopar.cli.commands.verify",
-    "autopar.dryrun.run", "autopar.explain", "autopar.planning", "autopar.program.build", "autopar.program.export",
+    "hypothesis", "pytest", "sympy", "sympy.combinatorics", "sympy.tensor.tensor", "torch._dynamo",
+    "torch._export.non_strict_utils", "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass", "torch._functorch._aot_autograd.subclass_parametrization",
+    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.sizevars", "torch._subclasses.schema_check_mode",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
+    "torch.fx.experimental.validator", "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun",
+    "autopar.cli.commands.explain", "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan",
+    "autopar.cli.commands.verify", "autopar.cost_models.calibrate.local_cluster", "autopar.dryrun.run", "autopar.explain",
+    "autopar.planning", "autopar.program.build", "autopar.program.export", "autopar.runtime.collectives",
     "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
     "support.harness.launch", "support.harness.rank_pool",
 )  # fmt: skip

@@ -266,6 +266,8 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from support.kept_captures import kept_captures
+
     torch.set_num_threads(1)
     collect_seldom()
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # several gathers where one would do: so be it
@@ -281,7 +283,8 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
         try:
             address, args, kwargs = pickle.loads(message)
             torch.manual_seed(0)  # what ran before on this rank alone, which xdist decides by time, is not seen
-            value = _load(address)(*args, **kwargs)
+            with kept_captures():
+                value = _load(address)(*args, **kwargs)
             groups = len(dist.distributed_c10d._world.pg_map) if world else 0
             answer = dumps((True, value, groups))
         except BaseException:

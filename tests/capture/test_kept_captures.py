@@ -1,0 +1,105 @@
+"""What other rooms take for a capture (`support.kept_captures`): a graph of before where nothing that it read has changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.kept_captures import kept_captures
+from torch import Tensor, nn
+
+from autopar import capture as captures
+from autopar.capture import export
+from autopar.capture.reads import recorded_reads
+from autopar.errors import CaptureError
+
+FACTORS = [1.0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.up(x)) * self.scale * FACTORS[0] + self.shift).sum()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def graph_of(model: nn.Module, rows: int = 6, **options: Any) -> Any:
+    return captures.capture(model, (torch.ones(rows, 4),), **options)
+
+
+@pytest.fixture(autouse=True)
+def keeping() -> Iterator[None]:
+    with kept_captures():
+        yield
+
+
+def test_an_equal_model_has_the_graph_of_before_and_what_its_forward_read() -> None:
+    with recorded_reads() as first:
+        graph = graph_of(net())
+    with recorded_reads() as second:
+        assert graph_of(net()) is graph
+    assert first.reads == second.reads and any(name == "scale" for _, name in second.read)
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "attribute": lambda model: setattr(model, "scale", 3.0),
+    "buffer": lambda model: model.shift.fill_(1.0),
+    "weight": lambda model: model.up.weight.data.add_(1),
+    "frozen": lambda model: model.up.requires_grad_(False),
+    "mode": lambda model: model.down.train(False),
+    "dtype": lambda model: model.double().float().half(),
+    "class": lambda model: setattr(model, "__class__", type("Net", (Net,), {"__module__": __name__, "__qualname__": "Net"})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_captured_anew(change: str) -> None:
+    graph, other = graph_of(net()), net()
+    CHANGES[change](other)
+    assert graph_of(other, compute_dtype="float32") is not graph_of(net(), compute_dtype="float32")
+    assert graph_of(net()) is graph
+
+
+def test_a_global_that_the_forward_reads_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(net())
+    monkeypatch.setitem(globals(), "FACTORS", [2.0])
+    assert graph_of(net()) is not graph
+
+
+def test_weights_that_are_tied_are_not_those_that_are_equal() -> None:
+    equal, tied = net(), net()
+    equal.down.weight.data.copy_(equal.up.weight.detach())
+    tied.down.weight = tied.up.weight
+    assert graph_of(tied) is not graph_of(equal)
+
+
+def test_other_inputs_and_options_are_captured_anew() -> None:
+    graph = graph_of(net())
+    assert graph_of(net(), 8) is not graph and graph_of(net(), dropout=False) is not graph
+
+
+def test_errors_and_warnings_are_said_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(*given: Any) -> export.Export:
+        warnings.warn("loud", stacklevel=2)
+        return actual(*given)
+
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            graph_of(net(), batch_norm="other")
+    actual = export.Export
+    monkeypatch.setattr(export, "Export", warn)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="loud"):
+            graph_of(net(), 10)

@@ -1,0 +1,104 @@
+"""Exports of models that an earlier test of this process made, for tests whose subject is not the capture.
+
+An export takes 1 to 3 s of the processor, and the rooms of the command line, the search and the reports exported the same few
+bundled models hundreds of times. Nothing changes an export, so one serves all. It is kept under everything that it reads: the
+pickle of model, inputs, options and of the globals that the code of the forward names, with each tensor's values, and the very
+classes and functions in it. What cannot be pickled, or warned, is exported anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import export as exports
+from autopar.capture.export import CaptureOptions, Export
+from autopar.capture.reads import _recorded, recorded_reads
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.frozen_reads import Reads
+
+_MOST_BYTES = 2**24
+"""Of a tensor whose values are read for the key."""
+_EXPORTS: dict[tuple[Any, ...], _Kept] = {}
+
+
+class _Kept(NamedTuple):
+    """An export, and what its forward read."""
+
+    export: Export
+    reads: Reads
+
+
+@contextmanager
+def kept_captures() -> Iterator[None]:
+    """Within, a plan and a program of another call take the export of an equal model of before."""
+    with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
+        yield
+
+
+def _export(*given: Any) -> Export:
+    try:
+        key = _key(*given)
+    except Exception:  # whatever the objects of a model raise where they are pickled
+        return exports.Export(*given)
+    if key in _EXPORTS:
+        for record in _recorded.get():
+            record.add(_EXPORTS[key].reads)
+        return _EXPORTS[key].export
+    with warnings.catch_warnings(record=True) as caught, recorded_reads() as record:
+        warnings.simplefilter("always")
+        exported = exports.Export(*given)
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if not caught:
+        _EXPORTS[key] = _Kept(exported, record.reads)
+    return exported
+
+
+def _key(model: nn.Module, args: Any, kwargs: Any, options: CaptureOptions, *more: Any) -> tuple[Any, ...]:
+    text = io.BytesIO()
+    pickler = _KeyPickler(text, protocol=5)
+    names = [(each.place, each.name, each.at.get(each.name, None)) for each in code_of(model, options.loss_fn).names]
+    pickler.dump((model, args, kwargs, options, more, names))
+    return text.getvalue(), tuple(pickler.definitions), torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+class _KeyPickler(pickle.Pickler):
+    """Writes tensors as what they are and hold, and collects classes and functions, which pickle knows by name alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.definitions, self.tensors = list[Any](), dict[int, int]()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType):
+            self.definitions.append(value)
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if type(value) not in (Tensor, nn.Parameter) or value.grad is not None:
+            raise pickle.PicklingError("a tensor with more to it than its values")
+        number = self.tensors.setdefault(id(value), len(self.tensors))  # one that is tied has one number
+        kind = (type(value), value.dtype, str(value.device), tuple(value.shape), value.stride(), value.requires_grad)
+        return number, kind, _digest(value), vars(value)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """The digest of its values; those on the meta device have none."""
+    if tensor.is_meta:
+        return b""
+    if tensor.nbytes > _MOST_BYTES:
+        raise pickle.PicklingError("a tensor too large to read")
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()
