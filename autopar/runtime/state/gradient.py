@@ -104,7 +104,9 @@ class Gradient(DTensor):
         return _whole(result, me)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:  # torch's wants clones of this class
-        return memo.setdefault(id(self), as_gradient(self.detach().clone(), self.stage, self.parameter_name))
+        values: Any = self.detach().clone()
+        memo[id(self)] = out = as_gradient(values, self.stage, self.parameter_name)
+        return out
 
 
 class StageNorms(torch.Tensor):
