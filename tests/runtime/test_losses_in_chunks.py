@@ -79,6 +79,14 @@ def test_a_graph_that_is_kept_has_a_second_backward() -> None:
         torch.autograd.grad(loss, of)
 
 
+def test_no_tokens_have_no_loss_and_gradients_of_zeros() -> None:
+    (x, weight, b), target = operands(torch.float64, True)
+    of: Any = [x[:0].detach().requires_grad_(), weight, b]  # type: ignore[index]
+    loss = linear_cross_entropy_sum(*of, target[:0], -100, 0.1, CHUNK)
+    found = gradients(loss, of)
+    assert loss.item() == 0 and [each.shape for each in found] == [each.shape for each in of] and not any(map(torch.any, found))
+
+
 def test_compiled_chunks_are_the_same() -> None:
     """One graph, with gradients and without."""
     (x, weight, b), target = operands(torch.float64, True)

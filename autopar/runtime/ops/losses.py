@@ -115,7 +115,7 @@ def _in_chunks(
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
     parts = []
-    for start in range(0, rows.shape[0], chunk):
+    for start in range(0, max(1, rows.shape[0]), chunk):  # one chunk at least: of no tokens the gradients are zeros
         part = rows[start : start + chunk]
         logits = full_precision(F.linear(part, weight, bias))
         highest = logits.amax(-1)
