@@ -132,6 +132,11 @@ def numbers_travel() -> None:
     norm = gradient.norm()
     assert isinstance(norm, StageNorms) and norm.item() == 2.0 and isinstance((norm + 1).to("cpu"), StageNorms)
     assert type(copy.deepcopy(norm)) is torch.Tensor
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    parameter.grad = gradient
+    again = copy.deepcopy(parameter).grad  # as of an optimizer or a model that is copied before zero_grad
+    assert isinstance(again, Gradient) and again.stage is stage and again.norm().item() == 2.0
+    assert again.to_local().data_ptr() != gradient.to_local().data_ptr()
     file = io.BytesIO()
     torch.save({"norm": norm}, file)
     assert torch.load(io.BytesIO(file.getvalue()))["norm"].item() == 2.0

@@ -66,12 +66,25 @@ def test_a_target_beyond_the_classes_is_an_error() -> None:
         linear_cross_entropy_sum(x, weight, b, target, -100, 0.0, CHUNK)  # type: ignore[arg-type]
 
 
-def test_a_second_backward_is_an_error() -> None:
-    (x, weight, b), target = operands(torch.float64, False)
+def test_a_graph_that_is_kept_has_a_second_backward() -> None:
+    """Of another scale; as of the whole loss. Without ``retain_graph`` it is torch's error."""
+    (x, weight, b), target = operands(torch.float64, True)
+    of: Any = [x, weight, b]
     loss = linear_cross_entropy_sum(x, weight, b, target, -100, 0.0, CHUNK)  # type: ignore[arg-type]
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # type: ignore[no-untyped-call]
+    whole = cross_entropy_sum(F.linear(*of), target)
+    for scale, keep in ((0.3, True), (0.7, False)):
+        found = torch.autograd.grad(scale * loss, of, retain_graph=keep)
+        torch.testing.assert_close(found, torch.autograd.grad(scale * whole, of, retain_graph=True), rtol=1e-10, atol=1e-12)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(loss, of)
+
+
+def test_no_tokens_have_no_loss_and_gradients_of_zeros() -> None:
+    (x, weight, b), target = operands(torch.float64, True)
+    of: Any = [x[:0].detach().requires_grad_(), weight, b]  # type: ignore[index]
+    loss = linear_cross_entropy_sum(*of, target[:0], -100, 0.1, CHUNK)
+    found = gradients(loss, of)
+    assert loss.item() == 0 and [each.shape for each in found] == [each.shape for each in of] and not any(map(torch.any, found))
 
 
 def test_compiled_chunks_are_the_same() -> None:

@@ -279,3 +279,16 @@ def grouped(force: str) -> list[str]:
 
 def test_groups_and_a_momentum_in_bfloat16(ranks: RankPool) -> None:
     assert ranks.run(grouped, "dp=4,zero=3") == [[]] * 4
+
+
+def compiled_steps(force: str) -> list[str]:
+    """What differs where the step of the optimizer is compiled."""
+    parallel, reference = parallel_of(force), Layers()
+    mine, theirs = optimizer_of(parallel), optimizer_of(reference)
+    mine.step = torch.compile(mine.step, backend="eager")  # type: ignore[method-assign]
+    wrong = different_numbers("loss", steps(parallel, mine), steps(reference, theirs), 1e-9)
+    return wrong + different_tensors("parameter", parallel.full_state(), reference.state_dict(), 1e-9)
+
+
+def test_a_compiled_step(ranks: RankPool) -> None:
+    assert ranks.run(compiled_steps, "dp=4,zero=3") == [[]] * 4

@@ -55,6 +55,11 @@ def autograd_in_kernel() -> Iterator[None]:
         yield
 
 
+def keeps_graph() -> bool:
+    """Return whether the backward that is running now leaves its graph to another one (``retain_graph=True``). Seen on 2.13.0."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now ends. Seen on 2.13.0 (FSDP2 and DDP use the same)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -41,6 +41,12 @@ StepHook = Callable[[_Owner, Optimizer, Any, Any], None]
 """Takes the owner, the optimizer, and the arguments of its step."""
 
 
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.compile(optimizer.step)`` call a function as it is."""
+    result: Callable[..., Any] = torch.compiler.disable(function)
+    return result
+
+
 def around_optimizer_steps(
     owner: _Owner, *, before: StepHook[_Owner] | None = None, after: StepHook[_Owner] | None = None
 ) -> list[RemovableHandle]:
@@ -52,7 +58,7 @@ def around_optimizer_steps(
             if (own := alive()) is not None:
                 function(own, optimizer, args, kwargs)
 
-        return hook
+        return _untraced(hook)
 
     handles = []
     if before is not None:
@@ -178,7 +184,7 @@ def muon_updates(
                 rate = outer._adjust_lr(outer._to_scalar(options["lr"]), options["adjust_lr_fn"], params[at].shape)
                 params[at].add_(update, alpha=-rate)
 
-    return replaced(outer, "muon", muon)
+    return replaced(outer, "muon", _untraced(muon))
 
 
 def engine_calls(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compat.autograd import apply
+from ..compat.autograd import apply, keeps_graph
 from ..compat.collectives import all_reduce, wait_tensor
 from ..device.axis import AxisHandle
 from .functions import full_precision
@@ -115,7 +115,7 @@ def _in_chunks(
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
     parts = []
-    for start in range(0, rows.shape[0], chunk):
+    for start in range(0, max(1, rows.shape[0]), chunk):  # one chunk at least: of no tokens the gradients are zeros
         part = rows[start : start + chunk]
         logits = full_precision(F.linear(part, weight, bias))
         highest = logits.amax(-1)
@@ -159,7 +159,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the head's operands in the forward: logits are never whole, and no product is repeated (Liger
-    Kernel, arXiv 2410.10989, section 3.2). Saves the gradients, which the backward scales in place."""
+    Kernel, arXiv 2410.10989, section 3.2). Saves the gradients, which the last backward scales in place."""
 
     @staticmethod
     def forward(
@@ -184,8 +184,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # in place: a second backward of the same graph is torch's error, since the saved tensors have changed
-        scale = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
+        # in place, unless another backward of the same graph may follow
+        scale = Tensor.mul if torch.compiler.is_compiling() or keeps_graph() else Tensor.mul_
         return None, None, None, *(each if each is None else scale(each, grad) for each in ctx.saved_tensors), None
 
 

@@ -162,7 +162,7 @@ class StepState:
         key, before = (position, micro_batch), self._boundary_before(position)
         received = self.inputs.pop(key, None)
         if received is None:
-            received = self.receiving_inputs.pop(key).wait() if before else []
+            received = self.receiving_inputs.pop(key).wait() if position else []
         gradients = [InputGradient() for each in before if each.gradient]
         if self.training:
             slots = iter(gradients)
@@ -184,7 +184,7 @@ class StepState:
             edges = [_edge(outputs)] if self.training else []
         else:
             after = self.program.boundaries[position]
-            results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+            results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or ())  # None: the next repeats all
             self._check_shapes(position, micro_batch, results)
             edges = [_edge(x) for x, each in zip(results, after, strict=True) if each.gradient] if self.training else []
             sent = [x.detach() for x in results]

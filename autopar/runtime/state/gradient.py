@@ -40,6 +40,10 @@ class StageGradients:
         self.parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()
         self.heartbeat: Heartbeat | None = None
 
+    def __deepcopy__(self, _: Any) -> StageGradients:
+        """Itself: a copy of a parameter or of its gradient is one of the same stage."""
+        return self
+
     def name_of(self, value: DTensor) -> str:
         """The parameter that `value` is, or has the data of, or is the gradient of; empty where it is none."""
         stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
@@ -98,6 +102,11 @@ class Gradient(DTensor):
         if word == "clone" and isinstance(result, DTensor):  # of one element too: what SGD's momentum begins with
             return result
         return _whole(result, me)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:  # torch's wants clones of this class
+        values: Any = self.detach().clone()
+        memo[id(self)] = out = as_gradient(values, self.stage, self.parameter_name)
+        return out
 
 
 class StageNorms(torch.Tensor):

@@ -164,6 +164,13 @@ def test_values_made_of_a_total_over_micro_batches(ranks: RankPool) -> None:
     check_jobs([strange("weighted", Pipeline(2), repeated=repeated) for repeated in (False, True)], ranks, 2)
 
 
+def test_a_stage_that_the_next_one_repeats(ranks: RankPool) -> None:
+    """It is frozen, and its results are cheaper to compute again than to send: nothing is on the boundary."""
+    job = strange("first", Pipeline(2), repeated=True)
+    assert "boundaries = (  # sent from each chunk to the next\n        (),\n    )" in job.text
+    check_jobs([job], ranks, 2)
+
+
 @pytest.mark.slow
 def test_odd_models_with_data(ranks: RankPool) -> None:
     check_jobs(
