@@ -144,16 +144,16 @@ def _in_chunks(
 
 @torch.library.custom_op("autopar::linear_cross_entropy", mutates_args=())
 def _traced_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: str, coordinate: int, size: int, ignore: int,
-    smoothing: float, chunk: int, wanted: Sequence[bool],
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, wanted: Sequence[bool], *, group: str, coordinate: int,
+    size: int, ignore: int, smoothing: float, chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """Return `_in_chunks`; compiled code calls it as it is, however many chunks there are."""
     return _in_chunks(x, weight, bias, target, (group, coordinate, size), (ignore, smoothing, chunk), wanted)
 
 
 @_traced_chunks.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    operands = [each for each, want in zip((x, weight, bias), rest[-1], strict=True) if want and each is not None]
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, _: Tensor, wanted: Sequence[bool], **options: Any) -> list[Tensor]:
+    operands = [each for each, want in zip((x, weight, bias), wanted, strict=True) if want and each is not None]
     return [full_precision(x.new_empty(())), *(each.new_empty(each.shape) for each in operands)]
 
 
@@ -174,7 +174,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         results: list[Tensor]
         if torch.compiler.is_compiling():
-            results = _traced_chunks(x, weight, bias, target, *place, *options, wanted)
+            named = dict(zip(("group", "coordinate", "size", "ignore", "smoothing", "chunk"), (*place, *options), strict=True))
+            results = _traced_chunks(x, weight, bias, target, wanted, **named)
         else:
             results = _in_chunks(x, weight, bias, target, place, options, wanted)
         loss, gradients = results[0], iter(results[1:])
