@@ -446,6 +446,29 @@ def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
         assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}
 
 
+def test_an_owner_may_go_while_torch_walks_through_its_hooks() -> None:
+    """As where the collector frees another model within a step, which raised "OrderedDict mutated during iteration"."""
+    owners, called = [Owner(), Owner()], list[str]()
+
+    def drop_the_other(*_: object) -> None:
+        called.append("first")
+        owners[1:] = []
+
+    hooks.around_optimizer_steps(owners[0], after=drop_the_other)
+    hooks.around_optimizer_steps(owners[1], after=lambda *_: called.append("second"))
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    for _ in range(2):
+        optimizer.step()
+    assert called == ["first"] * 2
+    del owners[:]
+    optimizer.step()
+    assert called == ["first"] * 2
+
+
+class Owner:
+    """What a weak reference can be of."""
+
+
 @pytest.mark.slow
 def test_a_cached_graph_is_that_of_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that differ in what is recomputed alone: the caches of compiled graphs take them for two."""

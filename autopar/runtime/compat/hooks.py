@@ -50,7 +50,8 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def around_optimizer_steps(
     owner: _Owner, *, before: StepHook[_Owner] | None = None, after: StepHook[_Owner] | None = None
 ) -> list[RemovableHandle]:
-    """Call these with each step of any optimizer of this process, as long as `owner` lives, which the hooks do not hold."""
+    """Call these with each step of any optimizer of this process, as long as `owner` lives, which the hooks do not hold. Then
+    they do nothing, and stay: torch may walk through its hooks when the collector frees an owner, and would fail where one goes."""
     alive = weakref.ref(owner)
 
     def calling(function: StepHook[_Owner]) -> Callable[[Optimizer, Any, Any], None]:
@@ -65,8 +66,6 @@ def around_optimizer_steps(
         handles.append(register_optimizer_step_pre_hook(calling(before)))
     if after is not None:
         handles.append(register_optimizer_step_post_hook(calling(after)))
-    for handle in handles:
-        weakref.finalize(owner, handle.remove)
     return handles
 
 
