@@ -51,7 +51,7 @@ def around_optimizer_steps(
     owner: _Owner, *, before: StepHook[_Owner] | None = None, after: StepHook[_Owner] | None = None
 ) -> list[RemovableHandle]:
     """Call these with each step of any optimizer of this process, as long as `owner` lives, which the hooks do not hold. Then
-    they do nothing, and stay: torch may walk through its hooks when the collector frees an owner, and would fail where one goes."""
+    they do nothing, and stay: torch may walk through its hooks when an owner is collected, and would fail where one goes."""
     alive = weakref.ref(owner)
 
     def calling(function: StepHook[_Owner]) -> Callable[[Optimizer, Any, Any], None]:
