@@ -21,8 +21,8 @@ POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 20
-KEEPING = ("cli", "dryrun", "explain", "program", "report", "verification")
-"""The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.kept_captures`)."""
+CAPTURE_CACHE_ROOMS = ("cli", "dryrun", "explain", "program", "report", "verification")
+"""The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.capture_cache`)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,11 +57,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    if not item.nodeid.startswith(tuple(f"tests/{room}/" for room in KEEPING)):
+    if not item.nodeid.startswith(tuple(f"tests/{room}/" for room in CAPTURE_CACHE_ROOMS)):
         return (yield)
-    from support.kept_captures import kept_captures  # only here: it imports torch
+    from support.capture_cache import capture_cache  # only here: it imports torch
 
-    with kept_captures():
+    with capture_cache():
         return (yield)
 
 

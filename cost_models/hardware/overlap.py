@@ -22,7 +22,8 @@ class Overlap:
         products beside them (Megatron: ``tp_comm_overlap``).
     expert_dispatch: all-to-alls of experts overlap with compute too.
     weight_gradients: the collective that completes the gradient of products' operand runs beside the gradients of their weights
-        (Megatron: asynchronous all-reduce of column-parallel linears; compiled programs of autopar).
+        (Megatron: asynchronous all-reduce of column-parallel linears). Compiled programs of autopar do so, whatever
+        a description says: `with_compilation` sets it.
     gradient_buffers: gradients have buffers of their own and queue for their reduction, so that no backward waits for one.
     """
 

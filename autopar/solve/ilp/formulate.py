@@ -52,7 +52,7 @@ def formulate_flows(problem: Problem, blocks: Collection[str] | None = None) -> 
         add_strategies(form, table)
         for value in table.consumers:
             add_conversion_flow(form, table, value)
-        add_hidden_collectives(form, table)
+        add_collective_overlap(form, table)
     return form
 
 
@@ -160,7 +160,7 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
             model.at_least_each(y, flow)
 
 
-def add_hidden_collectives(form: Formulation, table: BlockTable) -> None:
+def add_collective_overlap(form: Formulation, table: BlockTable) -> None:
     """Add h: the seconds of a collective of the backward that run beside the gradients of the weights of those products that read
     the converted value (see `call_trace`)."""
     costs, name, unit = table.costs, table.block.name, form.second_unit
@@ -181,7 +181,7 @@ def add_hidden_collectives(form: Formulation, table: BlockTable) -> None:
                         beside[x] = costs.weight_gradient_seconds(strategy.plan) / unit
             if any(sent.values()) and beside:
                 hidden = form.model.variable()
-                form.hidden.setdefault(name, []).append((hidden, StreamSeconds(0.0, -unit, 0.0, -unit * shared)))
+                form.overlap.setdefault(name, []).append((hidden, StreamSeconds(0.0, -unit, 0.0, -unit * shared)))
                 # h <= (1 - contention) sum_into_p y (collective)
                 form.model.row(total((1.0, {hidden: 1.0}), (-1.0, sent)), -INFINITY, 0.0)
                 # h <= sum_s x (gradient of the weight)

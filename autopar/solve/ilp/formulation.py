@@ -99,7 +99,7 @@ class Formulation:
     x[block, node][strategy], w[class][placement], y[block, value][edge], z[block][ZeRO stage]: columns. z[""] is the group of
     parameters that several calls share. states: the state of each kind of call, and under None of the shared parameters. forward,
     backward: per block the column of a call's seconds, and those on a link of the data axis. penalties: what the objective has
-    beside seconds. storages: per block, where they are needed. hidden: h, per block, with the seconds of a
+    beside seconds. storages: per block, where they are needed. overlap: h, per block, with the seconds of a
     unit (negative). boundary_saved: bytes saved of a tensor between calls, by the slots that may save it.
     """
 
@@ -117,12 +117,12 @@ class Formulation:
     penalties: dict[int, float] = field(default_factory=dict)
     storages: dict[str, StorageVariables] = field(default_factory=dict)
     boundary_saved: dict[frozenset[Slot], int] = field(default_factory=dict)
-    hidden: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
+    overlap: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
 
     def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
         """Yield x, y and h of a block with their seconds in one call, and the operation (empty: a conversion)."""
         yield from self.placed_columns(name)
-        yield from ((column, seconds, "") for column, seconds in self.hidden.get(name, ()))
+        yield from ((column, seconds, "") for column, seconds in self.overlap.get(name, ()))
 
     def placed_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
         """Yield x and y as `priced_columns`."""

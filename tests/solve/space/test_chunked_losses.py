@@ -60,19 +60,19 @@ def graph_of(also: str = "", dtype: str = "float32") -> Graph:
     return capture(model, (ids, ids), compute_dtype=dtype, **({"outputs": outputs} if outputs else {}))  # type: ignore[arg-type]
 
 
-def found(memory_bytes: int = 0) -> PlanResult:
+def plan_within(memory_bytes: int = 0) -> PlanResult:
     cluster = Cluster.parse("local:2")
     device = replace(cluster.device, memory_bytes=memory_bytes or cluster.device.memory_bytes)
     return forced_search(graph_of(), "dp=2,micro=8", cluster=replace(cluster, device=device))
 
 
 def test_chunks_are_taken_where_whole_logits_do_not_fit() -> None:
-    wide = found()
+    wide = plan_within()
     assert CHUNKED not in program_text(wide.graph, wide.candidate)
     least = evaluate(wide.graph, with_losses_in_chunks(wide.graph, wide.candidate), Cluster.parse("local:2"))
     assert least.peak_memory_bytes + 2 * LOGITS < wide.evaluation.peak_memory_bytes
     assert least.step_seconds > wide.evaluation.step_seconds
-    tight = found(int(1.15 * least.peak_memory_bytes))
+    tight = plan_within(int(1.15 * least.peak_memory_bytes))
     assert CHUNKED in program_text(tight.graph, tight.candidate)
     assert tight.evaluation.step_seconds <= 1.02 * least.step_seconds
 
@@ -92,7 +92,7 @@ def test_half_precision() -> None:
 
 
 def test_a_part_of_a_chain_in_chunks_is_refused() -> None:
-    graph, candidate = found().graph, with_losses_in_chunks(graph_of(), found().candidate)
+    graph, candidate = plan_within().graph, with_losses_in_chunks(graph_of(), plan_within().candidate)
     check_strategies(graph, candidate, default_registry())
     for node in loss_chains(graph.blocks[-1])[0]:
         wrong = _with_function(candidate, node.name, "")

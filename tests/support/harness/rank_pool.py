@@ -266,7 +266,7 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from support.kept_captures import kept_captures
+    from support.capture_cache import capture_cache
 
     torch.set_num_threads(1)
     collect_seldom()
@@ -283,7 +283,7 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
         try:
             address, args, kwargs = pickle.loads(message)
             torch.manual_seed(0)  # what ran before on this rank alone, which xdist decides by time, is not seen
-            with kept_captures():
+            with capture_cache():
                 value = _load(address)(*args, **kwargs)
             groups = len(dist.distributed_c10d._world.pg_map) if world else 0
             answer = dumps((True, value, groups))

@@ -29,10 +29,10 @@ from autopar.runtime.plain.frozen_reads import Reads
 
 _MOST_BYTES = 2**24
 """Of a tensor whose values are read for the key."""
-_EXPORTS: dict[tuple[Any, ...], _Kept] = {}
+_EXPORTS: dict[tuple[Any, ...], _CachedExport] = {}
 
 
-class _Kept(NamedTuple):
+class _CachedExport(NamedTuple):
     """An export, and what its forward read."""
 
     export: Export
@@ -40,7 +40,7 @@ class _Kept(NamedTuple):
 
 
 @contextmanager
-def kept_captures() -> Iterator[None]:
+def capture_cache() -> Iterator[None]:
     """Within, a plan and a program of another call take the export of an equal model of before."""
     with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
         yield
@@ -61,7 +61,7 @@ def _export(*given: Any) -> Export:
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     if not caught:
-        _EXPORTS[key] = _Kept(exported, record.reads)
+        _EXPORTS[key] = _CachedExport(exported, record.reads)
     return exported
 
 

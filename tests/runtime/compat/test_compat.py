@@ -6,7 +6,6 @@ import ast
 import inspect
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,6 @@ import autopar.runtime
 from autopar.runtime.compat import autograd, collectives, dtensor, hooks, modules
 from autopar.runtime.compat.compile import BlockBackend, compiler_named, marked_for_recomputation
 from autopar.runtime.device.mesh import MeshHandle
-from autopar.runtime.patches import apply_patches, undo_patches
 
 
 def functional(axes: dict[str, int]) -> dict[str, list[float]]:
@@ -37,37 +35,6 @@ def functional(axes: dict[str, int]) -> dict[str, list[float]]:
         "all_to_all": collectives.wait_tensor(collectives.all_to_all(x, size, group)).tolist(),
         "x": x.tolist(),
     }
-
-
-def test_muon_calls_its_functions_for_each_matrix() -> None:
-    """What `hooks.muon_updates` stands on: Newton-Schulz is a function of one matrix, of its values in the dtype of the result;
-    of a momentum in bfloat16 it takes no copy; and the step asks the module for it."""
-    from torch.optim import _muon as muon  # private: what the test is of
-
-    x, options = torch.randn(6, 9, dtype=torch.float64), ((3.4445, -4.775, 2.0315), 5, 1e-7)
-    result = muon._zeropower_via_newtonschulz(x, *options)
-    assert result.dtype == torch.bfloat16
-    assert torch.equal(muon._zeropower_via_newtonschulz(x.to(result.dtype), *options), result)
-    half = x.bfloat16()
-    muon._zeropower_via_newtonschulz(half, *options)
-    assert not torch.equal(half, x.bfloat16())
-
-    parameters = [torch.nn.Parameter(torch.zeros(size, 9)) for size in (6, 12)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer, asked = torch.optim.Muon(parameters, lr=0.5), list[torch.Tensor]()
-
-    def note(update: torch.Tensor, *given: Any) -> torch.Tensor:
-        assert given == options
-        asked.append(update)
-        return torch.ones_like(update)
-
-    with hooks.replaced(muon, "_zeropower_via_newtonschulz", note):
-        optimizer.step()
-    assert [each.shape for each in asked] == [each.shape for each in parameters]
-    for parameter in parameters:
-        rate = muon._adjust_lr(muon._to_scalar(torch.tensor(0.5)), None, parameter.shape)
-        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -rate))
 
 
 def test_functional_collectives(ranks: RankPool) -> None:
@@ -168,65 +135,6 @@ def test_callbacks_run_at_the_end_of_backward() -> None:
     assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not autograd.in_backward()
 
 
-class _Divides(torch.autograd.Function):
-    """A backward that fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise ZeroDivisionError("in a backward")
-
-
-def test_errors_of_a_backward_are_translated() -> None:
-    def translate(error: Exception) -> Exception | None:
-        return KeyError("translated") if isinstance(error, ZeroDivisionError) else None
-
-    x = torch.ones(2, requires_grad=True)
-    with hooks.engine_calls(lambda *_: NotImplemented, (translate,)):
-        for run in (torch.Tensor.backward, torch.autograd.backward, lambda loss: torch.autograd.grad(loss, x)):
-            with pytest.raises(KeyError, match="translated") as found:
-                run(autograd.apply(_Divides, x).sum())
-            assert isinstance(found.value.__cause__, ZeroDivisionError)
-            with pytest.raises(RuntimeError, match="does not require grad"):
-                run(torch.ones(2).sum())
-    with pytest.raises(ZeroDivisionError):
-        autograd.apply(_Divides, x).sum().backward()
-
-
-def changed_places() -> dict[str, Any]:
-    """What `apply_patches` may change, by name."""
-    from torch.distributed.checkpoint import state_dict
-    from torch.distributed.tensor import DTensor
-
-    owners = {"DTensor": DTensor, "GradScaler": torch.amp.GradScaler, "Optimizer": torch.optim.Optimizer, "sys": sys}
-    owners |= {"init": torch.nn.init, "autograd": torch.autograd, "state_dict": state_dict}
-    found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
-    found |= {str(op): handler for op, handler in dtensor.operations_of_shards().items()}
-    return {key: id(value) for key, value in found.items()} | {"warnings": list(map(str, warnings.filters))}
-
-
-def patched() -> tuple[int, int, list[str]]:
-    """How many places the patches change, how many a second call does, and which are not as before once they are undone."""
-    undo_patches()
-    before = changed_places()
-    apply_patches()
-    first = changed_places()
-    apply_patches()
-    second = changed_places()
-    undo_patches()
-    after = changed_places()
-    differ = [sum(a.get(key) != b.get(key) for key in a | b) for a, b in ((before, first), (first, second))]
-    return differ[0], differ[1], [key for key in before | after if before.get(key) != after.get(key)]
-
-
-def test_patches_are_made_once_and_taken_back(ranks: RankPool) -> None:
-    changed, more, left = ranks.run_alone(patched)
-    assert changed > 100 and more == 0 and left == []
-
-
 def test_strided_shard_cuts_the_minor_part() -> None:
     placement = dtensor.strided_shard(0, 3)
     pieces, _ = placement._split_tensor(torch.arange(12), 2, with_padding=False)
@@ -273,7 +181,7 @@ shut_down()
 
 
 def script(folder: Path, axes: dict[str, int]) -> Path:
-    tests, path = Path(__file__).parents[1], folder / "train.py"
+    tests, path = Path(__file__).parents[2], folder / "train.py"
     path.write_text(SCRIPT.format(axes=axes, paths=[str(tests.parent), str(tests)]))
     return path
 
@@ -401,72 +309,10 @@ def test_parameters_that_train_later_are_reduced(ranks: RankPool) -> None:
     assert ranks.run(trained_later, world=2) == [[[1.0] * 4] * 2] * 2
 
 
-def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    apply_patches()
-    mesh = MeshHandle({"dp": 2}).device_mesh["dp"]
-    x = distribute_tensor(torch.arange(8.0).view(4, 2) - 4, mesh, [Shard(0)])
-    x[x.lt(0)] = 9.0
-    whole = distribute_tensor(torch.zeros(3), mesh, [Replicate()])
-    whole[torch.tensor([1])] = 7.0  # another index goes its usual way
-    other = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
-    torch._foreach_copy_([other], [x])
-    return x.full_tensor().tolist(), other.full_tensor().tolist(), whole.full_tensor().tolist()
-
-
-def _set_data() -> tuple[float, float]:
-    """What a DTensor has after its ``.data`` was set, without and with something that fills it."""
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (4,))
-    plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(2))
-    given: list[torch.Tensor] = []
-    filled.autopar_values = type("Values", (), {"fill": staticmethod(given.append)})()  # type: ignore[attr-defined]
-    with hooks.data_by_values():
-        for parameter in (plain, filled):
-            parameter.data = parameter.data * 3
-    assert len(given) == 1
-    return float(plain.to_local().sum()), float(given[0].to_local().sum())  # type: ignore[attr-defined]
-
-
-def test_data_of_a_dtensor(ranks: RankPool) -> None:
-    """On 2.13.0 it keeps its shard: once this fails, `data_by_values` may go."""
-    assert ranks.run(_set_data) == [(2.0, 6.0)] * 4
-
-
-def test_masked_writes(ranks: RankPool) -> None:
-    expected = [[9.0, 9.0], [9.0, 9.0], [0.0, 1.0], [2.0, 3.0]]
-    assert ranks.run(masked, world=2) == [(expected, expected, [0.0, 7.0, 0.0])] * 2
-
-
 def test_gradients_are_reduced_when_asked(ranks: RankPool) -> None:
     for before, indices, gradients in ranks.run(reductions, world=2):
         assert before == 2 and indices == [[]]
         assert gradients == {"a": [4.0] * 4, "b": [6.0] * 4}
-
-
-def test_an_owner_may_go_while_torch_walks_through_its_hooks() -> None:
-    """As where the collector frees another model within a step, which raised "OrderedDict mutated during iteration"."""
-    owners, called = [Owner(), Owner()], list[str]()
-
-    def drop_the_other(*_: object) -> None:
-        called.append("first")
-        owners[1:] = []
-
-    hooks.around_optimizer_steps(owners[0], after=drop_the_other)
-    hooks.around_optimizer_steps(owners[1], after=lambda *_: called.append("second"))
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    for _ in range(2):
-        optimizer.step()
-    assert called == ["first"] * 2
-    del owners[:]
-    optimizer.step()
-    assert called == ["first"] * 2
-
-
-class Owner:
-    """What a weak reference can be of."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What other rooms take for a capture (`support.kept_captures`): a graph of before where nothing that it read has changed."""
+"""What other rooms take for a capture (`support.capture_cache`): a graph of before where nothing that it read has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kept_captures import kept_captures
+from support.capture_cache import capture_cache
 from torch import Tensor, nn
 
 from autopar import capture as captures
@@ -40,8 +40,8 @@ def graph_of(model: nn.Module, rows: int = 6, **options: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def keeping() -> Iterator[None]:
-    with kept_captures():
+def cache() -> Iterator[None]:
+    with capture_cache():
         yield
 
 
