@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.cost_models.compute.fusion import fusable_values, is_streaming
+from autopar.cost_models.compute.fusion import is_streaming, values_in_registers
 from autopar.ir.graph import Block, Node
 from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.table import operation
@@ -23,7 +23,7 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
     outside.)"""
     found = dict(saved)
     values = block.values()
-    inside = fusable_values(block).only
+    inside = values_in_registers(block)
     makers = {value.name: node for node in block.nodes for value in node.outputs}
 
     def keep_operands(node: Node) -> None:

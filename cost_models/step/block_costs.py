@@ -11,7 +11,7 @@ from typing import Any
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost, partition_seconds
 from autopar.cost_models.comm.shard_groups import expert_links, stage_link, state_links
 from autopar.cost_models.compute.fused_saves import with_fused_saves
-from autopar.cost_models.compute.fusion import FusableValues, fusable_values, fused_profile
+from autopar.cost_models.compute.kernel_accesses import Access, fused_profile, kernel_accesses
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
@@ -118,15 +118,15 @@ class BlockCosts:
         """Return global FLOPs and bytes of a node."""
         if name not in self._profiles:
             plain = profile(self._with_packed_tokens(name), self.values, self.batch)
-            self._profiles[name] = fused_profile(self.nodes[name], plain, self._streaming) if self.cluster.device.fused else plain
+            self._profiles[name] = fused_profile(self.nodes[name], plain, self._accesses) if self.cluster.device.fused else plain
         return self._profiles[name]
 
     def _with_packed_tokens(self, name: str) -> Node:
         return with_packed_tokens(self.nodes[name], self.cluster.document_lengths.tokens)
 
     @cached_property
-    def _streaming(self) -> FusableValues:
-        return fusable_values(self.block)
+    def _accesses(self) -> dict[Access, float]:
+        return kernel_accesses(self.block, self.batch)
 
     def node(self, plan: NodePlan) -> NodeCost:
         """Return the seconds and FLOPs of one node under one strategy."""
