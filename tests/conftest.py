@@ -21,7 +21,7 @@ POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 20
-CAPTURE_CACHE_ROOMS = ("cli", "dryrun", "explain", "program", "report", "verification")
+CAPTURE_CACHE_ROOMS = ("checker", "cli", "dryrun", "e2e", "explain", "program", "report", "software", "verification")
 """The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.capture_cache`)."""
 
 
@@ -31,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HOME"] = config.stash[HOME].name
     os.environ.setdefault("AUTOPAR_TEST_RUN", config.stash[HOME].name)  # workers of xdist have that of who starts them
     os.environ.pop("XDG_CACHE_HOME", None)
+    # Containers forbid files of bytecode, and every process that a test starts would compile all of the product again: 1.4 s.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Stores of torch ask for the name of each client, on their only thread: a DNS server that is slow would stop them for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

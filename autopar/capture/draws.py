@@ -7,15 +7,18 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.tracing.places import user_frame
+from autopar.capture.tracing.places import is_users, user_frame
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
+
+_STANDARD = random.__file__.rpartition("/")[0]
+"""The folder of Python's own modules."""
 
 
 class DrawRecord:
@@ -145,9 +148,9 @@ def _draw_message(model: nn.Module, call: Callable[[], Any], record: DrawRecord)
     drawn: list[str] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        if not lines and event in ("return", "c_return") and (name := record.advanced()):
+        if not lines and (own := _boundary(frame, event)) is not None and (name := record.advanced()):
             drawn.append(name)
-            lines.append(place_of(frame))
+            lines.append(place_of(own))
 
     sys.setprofile(look)
     try:
@@ -158,6 +161,19 @@ def _draw_message(model: nn.Module, call: Callable[[], Any], record: DrawRecord)
     where = lines[0] if lines else type(model).__name__
     whose = drawn[0] if drawn else "a"
     return _draw_text(where, whose)
+
+
+def _boundary(frame: FrameType, event: str) -> FrameType | None:
+    """Return the frame of a model's code that calls, returns or is returned to. None inside of torch, where nothing draws: to
+    compare states at each of its calls takes seconds."""
+    own = frame.f_back if event == "call" or (event == "return" and not _is_models(frame.f_code.co_filename)) else frame
+    return own if own is not None and _is_models(own.f_code.co_filename) else None
+
+
+@lru_cache(maxsize=1024)
+def _is_models(file: str) -> bool:
+    """Return whether a file may have the code of a model: it is not torch's, and not of what torch traces with."""
+    return is_users(file) and "/sympy/" not in file and not (file.startswith(_STANDARD) and "-packages/" not in file)
 
 
 def _draw_text(where: str, whose: str) -> str:

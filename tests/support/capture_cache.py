@@ -2,8 +2,9 @@
 
 An export takes 1 to 3 s of the processor, and the rooms of the command line, the search and the reports exported the same few
 bundled models hundreds of times. Nothing changes an export, so one serves all. It is kept under everything that it reads: the
-pickle of model, inputs, options and of the globals that the code of the forward names, with each tensor's values, and the very
-classes and functions in it. What cannot be pickled, or warned, is exported anew.
+pickle of model, inputs, options and of the globals that the code of the forward names, and the very classes and functions in it.
+Parameters, buffers and inputs count as their shapes, since an export runs on copies without data; other tensors, which become
+constants of the graph, with their values. What cannot be pickled, or warned, is exported anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from autopar.capture import export as exports
 from autopar.capture.export import CaptureOptions, Export
@@ -67,18 +69,24 @@ def _export(*given: Any) -> Export:
 
 def _key(model: nn.Module, args: Any, kwargs: Any, options: CaptureOptions, *more: Any) -> tuple[Any, ...]:
     text = io.BytesIO()
-    pickler = _KeyPickler(text, protocol=5)
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    pickler = _KeyPickler(text, {id(each) for each in (*model.parameters(), *model.buffers(), *inputs)})
+    pickler.dump((model, args, kwargs, options, more))
     names = [(each.place, each.name, each.at.get(each.name, None)) for each in code_of(model, options.loss_fn).names]
-    pickler.dump((model, args, kwargs, options, more, names))
-    return text.getvalue(), tuple(pickler.definitions), torch.get_default_dtype(), torch.is_grad_enabled()
+    outside = _KeyPickler(text, set())  # a parameter of which a closure has hold is a constant
+    outside.tensors = pickler.tensors
+    outside.dump(names)
+    definitions = (*pickler.definitions, *outside.definitions)
+    return text.getvalue(), definitions, torch.get_default_dtype(), torch.is_grad_enabled()
 
 
 class _KeyPickler(pickle.Pickler):
-    """Writes tensors as what they are and hold, and collects classes and functions, which pickle knows by name alone."""
+    """Writes tensors as what they are and hold, those in `empty` as what they are, and collects classes and functions, which
+    pickle knows by name alone."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.definitions, self.tensors = list[Any](), dict[int, int]()
+    def __init__(self, text: io.BytesIO, empty: set[int]) -> None:
+        super().__init__(text, protocol=5)
+        self.definitions, self.tensors, self.empty = list[Any](), dict[int, int](), empty
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType):
@@ -88,11 +96,12 @@ class _KeyPickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        if type(value) not in (Tensor, nn.Parameter) or value.grad is not None:
+        hooks = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
+        if type(value) not in (Tensor, nn.Parameter) or hooks:
             raise pickle.PicklingError("a tensor with more to it than its values")
         number = self.tensors.setdefault(id(value), len(self.tensors))  # one that is tied has one number
         kind = (type(value), value.dtype, str(value.device), tuple(value.shape), value.stride(), value.requires_grad)
-        return number, kind, _digest(value), vars(value)
+        return number, kind, b"" if id(value) in self.empty else _digest(value), value.grad_fn is None, vars(value)
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -14,6 +14,7 @@ from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.capture.draws import DrawRecord
 from autopar.capture.reads import recorded_reads
 from autopar.errors import CaptureError
 from autopar.runtime.plain.code_reads import code_of
@@ -36,6 +37,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.inner, self.body = nn.Linear(4, 4), body
         self.calls, self.longest, self.draws = 0, 0, random.Random(0)
+        self.numbers = numpy.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, self.inner(x)).sum()
@@ -70,6 +72,7 @@ FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "an array": (lambda model, x: x * torch.tensor(numpy.random.rand(4)), "numpy's random generator"),
     "a branch": (lambda model, x: x if numpy.random.random() < 0.1 else 2 * x, "numpy's random generator"),
     "its own generator": (lambda model, x: x * model.draws.gauss(0, 1), "Random random generator"),
+    "a generator of numpy": (lambda model, x: x * float(model.numbers.random()), "Generator random generator"),
     "a counter": (_counted, "the forward counts in calls, which would be 2 for ever"),
     "a counter of one forward": (_counted_in_a_forward, ""),
     "a branch that is never taken": (lambda model, x: x if random.random() < 0.0 else 2 * x, ""),
@@ -87,9 +90,25 @@ def test_what_python_computes_in_the_forward(name: str) -> None:
     if line:
         with pytest.raises(CaptureError, match=line) as caught:
             capture(model, (torch.randn(3, 4),))
-        assert "test_refusals.py:" in str(caught.value) and "Error:" not in str(caught.value)
+        place = f"test_refusals.py:{body.__code__.co_firstlineno if 'generator' in line else ''}"
+        assert place in str(caught.value) and "Error:" not in str(caught.value)
     else:
         capture(model, (torch.randn(3, 4),))
+
+
+def test_a_draw_is_looked_for_at_calls_of_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare the states of generators at all the thousands of returns inside of torch took up to 7 s."""
+    usual, looks = DrawRecord.advanced, list[int]()
+    monkeypatch.setattr(DrawRecord, "advanced", lambda record: looks.append(1) or usual(record))
+    with pytest.raises(CaptureError, match=f"test_refusals.py:{_deep.__code__.co_firstlineno + 2}"):
+        capture(Stateful(_deep), (torch.randn(3, 4),))
+    assert 2 < len(looks) < 200
+
+
+def _deep(model: Any, x: Tensor) -> Tensor:
+    x = F.layer_norm(F.gelu(F.layer_norm(x, (4,))), (4,)).softmax(-1)
+    x = x * float(model.numbers.random())
+    return F.layer_norm(x, (4,))
 
 
 FACTOR = 2.0
