@@ -19,6 +19,7 @@ from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, with
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
+from autopar.cost_models.step.product_overlap import async_tp_of
 from autopar.errors import AutoparError, ClusterError, PlanMismatch
 from autopar.ir.describe import precision_text
 from autopar.ir.plan_file import plan_file as planfile
@@ -150,6 +151,12 @@ def priced_as(plan: Plan, compiled: bool) -> Plan:
     devices = with_compilation(Cluster.from_dict(cluster.description), compiled)
     changed = msgspec.structs.replace(cluster, description=devices.to_dict())
     return replace(plan, document=replace(plan.document, cluster=changed))
+
+
+def planned_async_tp(plan: Plan) -> dict[str, int]:
+    """Return the mesh axes on which collectives run in pieces with products by the plan's price (`async_tp_of`)."""
+    description = plan.document.cluster.description
+    return async_tp_of(Cluster.from_dict(description), plan.candidate) if description else {}
 
 
 def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:
