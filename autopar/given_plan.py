@@ -19,8 +19,8 @@ from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, with
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.cost_models.step.product_overlap import async_tp_of
-from autopar.errors import AutoparError, ClusterError, PlanMismatch
+from autopar.cost_models.step.evaluate import async_tp_of
+from autopar.errors import AutoparError, ClusterError, PlanError, PlanMismatch
 from autopar.ir.describe import precision_text
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -154,9 +154,11 @@ def priced_as(plan: Plan, compiled: bool) -> Plan:
 
 
 def planned_async_tp(plan: Plan) -> dict[str, int]:
-    """Return the mesh axes on which collectives run in pieces with products by the plan's price (`async_tp_of`)."""
-    description = plan.document.cluster.description
-    return async_tp_of(Cluster.from_dict(description), plan.candidate) if description else {}
+    """Return `async_tp_of` a plan by its price; none where it has none."""
+    try:
+        return async_tp_of(plan.graph, plan.candidate, Cluster.from_dict(plan.document.cluster.description))
+    except (ClusterError, PlanError):
+        return {}
 
 
 def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:

@@ -222,14 +222,8 @@ class _Recorder:
         seconds = cost.backward_comm_seconds if backward else cost.forward_comm_seconds
         if not seconds or share:
             return share
-        hidden = 0.0
-        for each in product_overlaps(self.costs).get(conversion.value, ()):
-            if each.backward == backward:
-                at = each.placement(conversion.source, conversion.target)
-                plans = (self.plans[name] for name in each.products)
-                beside = sum(each.product_seconds(plan) for plan in plans if each.product_placement(plan) == at)
-                hidden = max(hidden, min(each.collective_seconds(conversion.source, conversion.target), beside))
-        return hidden / seconds
+        overlaps = (each for each in product_overlaps(self.costs).get(conversion.value, ()) if each.backward == backward)
+        return max((each.hidden_seconds(conversion, self.plans) for each in overlaps), default=0.0) / seconds
 
     def _communicate(self, stream: list[StreamSegment], axis: int, seconds: float, share: float | None = None) -> None:
         if seconds:

@@ -19,6 +19,7 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace, costs_as_run
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.pipeline_clock import splits_backward
+from autopar.cost_models.step.product_overlap import LEAST_ELEMENTS, product_overlaps
 from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
 from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
 from autopar.cost_models.step.stage_times import StageTime, stage_times
@@ -148,6 +149,18 @@ def stage_traces(
             known_costs = (costs or {}) if each.device == cluster.device else {}
             traces_of[each.device] = _block_traces(graph, candidate, each, known_costs, split_backward)
     return [traces_of[each.device] for each in clusters]
+
+
+def async_tp_of(graph: Graph, candidate: Candidate, cluster: Cluster) -> dict[str, int]:
+    """Return the mesh axes of a plan on which collectives run in pieces with products, with the elements that a tensor has at
+    least whose collective does."""
+    axes = set[int]()
+    for trace in (trace for traces in stage_traces(graph, candidate, cluster) for trace in traces.values()):
+        overlaps, plans = product_overlaps(trace.costs), {node.node: node for node in trace.plan.nodes}
+        for each, conversion in ((each, at) for at in trace.plan.conversions for each in overlaps.get(at.value, ())):
+            if each.axis is not None and each.hidden_seconds(conversion, plans):
+                axes.add(each.axis)
+    return {candidate.mesh.axes[axis].name: LEAST_ELEMENTS for axis in sorted(axes)}
 
 
 def _block_traces(

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.compute.overlapped_collectives import weight_gradient_nodes
-from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import async_tp_axes
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.placement import Partial, Placements, Shard
-from autopar.ir.plan import Candidate, NodePlan
+from autopar.ir.plan import Conversion, NodePlan
 from autopar.operations.products import LINEAR
 
 LEAST_ELEMENTS = (1 << 18) + 1
@@ -37,6 +35,13 @@ class ProductOverlap:
     backward: bool
     axis: int | None = None
     axes: tuple[int, ...] = ()
+
+    def hidden_seconds(self, conversion: Conversion, plans: Mapping[str, NodePlan]) -> float:
+        """Return the seconds of a conversion's collective that products hide, whose plans are given by name."""
+        source, target = conversion.source, conversion.target
+        at, products = self.placement(source, target), (plans[name] for name in self.products)
+        beside = sum(self.product_seconds(plan) for plan in products if self.product_placement(plan) == at)
+        return min(self.collective_seconds(source, target), beside) if beside else 0.0
 
     def placement(self, source: Placements, target: Placements) -> Placements:
         """Return which placement of a conversion the products read or make."""
@@ -124,11 +129,3 @@ def _overlaps(costs: BlockCosts) -> Iterator[ProductOverlap]:
 def _is_plain(costs: BlockCosts, name: str) -> bool:
     """Return whether a product is one matrix product in the graph of inductor: one with a bias is another operator."""
     return costs.nodes[name].op == LINEAR and len(costs.nodes[name].operands()) == 2
-
-
-def async_tp_of(cluster: Cluster, candidate: Candidate) -> dict[str, int]:
-    """Return the mesh axes of a plan on which collectives run in pieces with products on the devices of each stage, with the
-    elements that a tensor has at least whose collective does."""
-    clusters = stage_clusters(cluster, candidate.pipeline.stages)
-    axes = [set(async_tp_axes(each, candidate.mesh)) for each in clusters]
-    return {candidate.mesh.axes[axis].name: LEAST_ELEMENTS for axis in sorted(set.intersection(*axes))}

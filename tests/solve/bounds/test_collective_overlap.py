@@ -10,10 +10,11 @@ from support.plans.drawn_candidates import drawn_candidate
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.mesh_links import async_tp_axes
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.call_trace import CallTrace, costs_as_run
-from autopar.cost_models.step.evaluate import evaluate
-from autopar.cost_models.step.product_overlap import LEAST_ELEMENTS, async_tp_of
+from autopar.cost_models.step.evaluate import async_tp_of, evaluate
+from autopar.cost_models.step.product_overlap import LEAST_ELEMENTS
 from autopar.ir.plan import Candidate, Precision
 from autopar.passes.bucket_conversions import BucketConversions
 from autopar.rules.registry import default_registry
@@ -129,9 +130,18 @@ def test_axes_in_pieces_are_within_a_node_that_has_symmetric_memory(
     cluster: str, axes: dict[str, int], expected: set[str]
 ) -> None:
     devices, mesh = Cluster.parse(cluster), mesh_of(**axes)
-    candidate = Candidate(mesh, (), 16, BF16)
-    assert set(async_tp_of(with_compilation(devices, True), candidate)) == expected
-    assert not async_tp_of(with_compilation(devices, False), candidate)
+    found = async_tp_axes(with_compilation(devices, True), mesh)
+    assert {mesh.axes[axis].name for axis in found} == expected
+    assert not async_tp_axes(with_compilation(devices, False), mesh)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(32, {}), (2, {"tp": LEAST_ELEMENTS})])
+def test_axes_of_a_plan_are_those_with_collectives_in_pieces(batch: int, expected: dict[str, int]) -> None:
+    """A plan that gathers weights needs no symmetric memory."""
+    problem = problem_of(compiled(), batch, dp=1, tp=8)
+    candidate = solved(problem)[1]
+    assert async_tp_of(problem.graph, candidate, problem.cluster) == expected
+    assert not async_tp_of(problem.graph, candidate, with_compilation(problem.cluster, False))
 
 
 def test_collectives_in_pieces_are_of_larger_tensors_than_those_that_share_one() -> None:
