@@ -27,7 +27,16 @@ from autopar.explain.expert_prices import ExpertPrices
 from autopar.explain.out_of_memory import memory_answer
 from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
-from autopar.given_plan import batch_dims, check_float8, check_launch, check_options, check_plan, cluster_of_plan, compiler_of
+from autopar.given_plan import (
+    batch_dims,
+    check_float8,
+    check_launch,
+    check_options,
+    check_plan,
+    cluster_of_plan,
+    compiler_of,
+    planned_async_tp,
+)
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.opaque import whole_modules
@@ -49,6 +58,7 @@ from autopar.program.build import build_program
 from autopar.program.proof import require_proof
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
+from autopar.runtime.comm.symmetric_memory import async_tp_groups
 from autopar.runtime.compat.modules import is_compiled
 from autopar.runtime.device.mesh import MeshHandle, launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
@@ -208,6 +218,7 @@ def _build(
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
             mesh.opaque_modules = whole_modules(model)
+            mesh.async_tp = async_tp_groups(mesh, planned_async_tp(agreed) if compiler else {})
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,

@@ -19,7 +19,8 @@ from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, with
 from autopar.capture.tracing.trace import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.errors import AutoparError, ClusterError, PlanMismatch
+from autopar.cost_models.step.evaluate import async_tp_of
+from autopar.errors import AutoparError, ClusterError, PlanError, PlanMismatch
 from autopar.ir.describe import precision_text
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.plan_file import Plan
@@ -150,6 +151,14 @@ def priced_as(plan: Plan, compiled: bool) -> Plan:
     devices = with_compilation(Cluster.from_dict(cluster.description), compiled)
     changed = msgspec.structs.replace(cluster, description=devices.to_dict())
     return replace(plan, document=replace(plan.document, cluster=changed))
+
+
+def planned_async_tp(plan: Plan) -> dict[str, int]:
+    """Return `async_tp_of` a plan by its price; none where it has none."""
+    try:
+        return async_tp_of(plan.graph, plan.candidate, Cluster.from_dict(plan.document.cluster.description))
+    except (ClusterError, PlanError):
+        return {}
 
 
 def cluster_of_plan(plan: Plan, other: Cluster) -> Cluster:

@@ -11,9 +11,8 @@ from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
-from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
+from autopar.cost_models.step.evaluate import Evaluation, SharedCosts, evaluate, stage_traces
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
-from autopar.cost_models.step.shared_costs import SharedCosts
 from autopar.decoders.graphs import OFFLOADED, RECOMPUTED, graph_of, with_marked_layers
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

@@ -10,6 +10,8 @@ from typing import Any
 from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, Link
+from autopar.cost_models.hardware.mesh_links import has_symmetric_memory
+from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
     FIELDS,
@@ -30,9 +32,13 @@ def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
     the fusion of kernels changes."""
     if cluster.device.fused != compiled:
         cluster = _on_each_device(cluster, lambda device, links: (_with_fusion(device, compiled), links))
-    if cluster.overlap.weight_gradients != compiled:
-        cluster = replace(cluster, overlap=replace(cluster.overlap, weight_gradients=compiled))
-    return cluster
+    overlap = _with_compiled_overlap(cluster.overlap, cluster, compiled)
+    return cluster if cluster.overlap == overlap else replace(cluster, overlap=overlap)
+
+
+def _with_compiled_overlap(overlap: Overlap, cluster: Cluster, compiled: bool) -> Overlap:
+    pieces = compiled and has_symmetric_memory(cluster)
+    return replace(overlap, weight_gradients=compiled, async_tensor_parallel=pieces)
 
 
 def _on_each_device(cluster: Cluster, change: Callable[[Device, Links], tuple[Device, Links]]) -> Cluster:
@@ -84,9 +90,9 @@ def with_stack(
     overlap = replace(
         overlap,
         contention=cluster.overlap.contention,
-        weight_gradients=compiled and name == DEFAULT_STACK,
         model_parallel=overlap.model_parallel if async_tp is None else async_tp,
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
+    overlap = _with_compiled_overlap(overlap, cluster, compiled and name == DEFAULT_STACK)
     layout = state_layouts().get(name, cluster.state_layout)
     return replace(_on_each_device(cluster, used), overlap=overlap, state_layout=layout)

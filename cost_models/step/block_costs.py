@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from autopar.cost_models.compute.fused_saves import with_fused_saves
 from autopar.cost_models.compute.kernel_accesses import Access, fused_profile, kernel_accesses
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
-from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
+from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
@@ -70,6 +70,8 @@ class BlockCosts:
         self._costs: dict[int, tuple[NodePlan, NodeCost]] = {}
         self.traces: dict[int, tuple[BlockPlan, Any]] = {}
         """Filled by `evaluate`: the latest `CallTrace`s, by the id of their plan."""
+        self.overlaps: Mapping[str, Any] | None = None
+        """Filled by `product_overlaps`."""
 
     def share_with(self, other: BlockCosts) -> None:
         """Share the memoized results that do not depend on the mesh with `other`, of the same block on another mesh."""
@@ -94,12 +96,13 @@ class BlockCosts:
 
     @cached_property
     def with_delayed_weight_gradients(self) -> BlockCosts:
-        """The costs of the block where gradients of weights are computed later, and hide no collective of its backward."""
+        """The costs of the block where gradients of weights are computed later: products are outside of its compiled graphs, and
+        hide no collective."""
         if not self.cluster.overlap.weight_gradients:
             return self
         out = copy(self)
-        out.traces, out.cluster = {}, replace(self.cluster, overlap=replace(self.cluster.overlap, weight_gradients=False))
-        out.__dict__.pop("products_beside_collectives", None)
+        overlap = replace(self.cluster.overlap, weight_gradients=False, async_tensor_parallel=False)
+        out.traces, out.overlaps, out.cluster = {}, None, replace(self.cluster, overlap=overlap)
         return out
 
     @cached_property
@@ -141,15 +144,6 @@ class BlockCosts:
         """Return the part of a linear's backward that is the gradient of its weight; of a head in chunks of a loss the forward
         makes it."""
         return 0.0 if runs_in_chunks(plan.function) else WEIGHT_GRADIENT_SHARE * self.node(plan).backward_seconds
-
-    @cached_property
-    def products_beside_collectives(self) -> dict[str, list[str]]:
-        """Per value the products that read it whose weights' gradients run beside the collective of the value's gradient; none
-        where the software has no such overlap."""
-        out: dict[str, list[str]] = {}
-        for name in sorted(weight_gradient_nodes(self.block)) if self.cluster.overlap.weight_gradients else ():
-            out.setdefault(self.nodes[name].operands()[0], []).append(name)
-        return out
 
     def conversion(self, value: str, source: Placements, target: Placements) -> ConversionCost:
         """Return the seconds of one conversion."""

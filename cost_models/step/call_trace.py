@@ -16,6 +16,7 @@ from autopar.cost_models.compute.overlapped_collectives import (
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import BlockMemory, block_memory
+from autopar.cost_models.step.product_overlap import product_overlaps
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.partition_saved import chosen_tensors
@@ -182,10 +183,13 @@ class _Recorder:
             self.launches[0] += first
             self.launches[1] += second + first * (each in self.recomputed)
             for stream in (self.forward, self.recompute)[: 1 + (each in self.recomputed)]:
-                self._communicate(stream, cost.axis, cost.forward_comm_seconds)
+                # what is recomputed hides nothing by its price: which products are there too is not known to the integer program
+                share = self._share_beside_products(each, cost, backward=False) if stream is self.forward else None
+                self._communicate(stream, cost.axis, cost.forward_comm_seconds, share)
                 _append(stream, cost.forward_local_seconds, NO_LINKS)
             _append(self.backward, cost.backward_local_seconds, NO_LINKS)
-            self._communicate(self.backward, cost.axis, cost.backward_comm_seconds, self._share_beside_weights(each, cost))
+            share = self._share_beside_products(each, cost, backward=True)
+            self._communicate(self.backward, cost.axis, cost.backward_comm_seconds, share)
 
     def partition(self, recompute: RecomputePlan) -> None:
         """Record tensors that are saved in parts: a copy in the forward, a gather in the backward."""
@@ -211,15 +215,15 @@ class _Recorder:
         """Return the share of a collective that may overlap with the compute next to it."""
         return 1.0 - 1.0 / self.costs.mesh.sizes[axis] if self.costs.cluster.overlap.model_parallel else 0.0
 
-    def _share_beside_weights(self, conversion: Conversion, cost: ConversionCost) -> float:
-        """Return the share that may overlap of the collective that completes a gradient: with gradients of the weights of those
-        products that read the converted value."""
+    def _share_beside_products(self, conversion: Conversion, cost: ConversionCost, *, backward: bool) -> float:
+        """Return the share of a conversion's collective that may overlap with products (`product_overlap`): of one direction no
+        two of them run beside the same collective."""
         share = self._overlap_share(cost.axis)
-        if not cost.backward_comm_seconds or share:
+        seconds = cost.backward_comm_seconds if backward else cost.forward_comm_seconds
+        if not seconds or share:
             return share
-        readers = [self.plans[name] for name in self.costs.products_beside_collectives.get(conversion.value, ())]
-        beside = sum(self.costs.weight_gradient_seconds(each) for each in readers if each.operands[0] == conversion.target)
-        return min(1.0 - self.costs.cluster.overlap.contention, beside / cost.backward_comm_seconds)
+        overlaps = (each for each in product_overlaps(self.costs).get(conversion.value, ()) if each.backward == backward)
+        return max((each.hidden_seconds(conversion, self.plans) for each in overlaps), default=0.0) / seconds
 
     def _communicate(self, stream: list[StreamSegment], axis: int, seconds: float, share: float | None = None) -> None:
         if seconds:

@@ -19,11 +19,12 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES, CallTrace, costs_as_run
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.pipeline_clock import splits_backward
-from autopar.cost_models.step.stage_devices import stage_clusters
+from autopar.cost_models.step.product_overlap import LEAST_ELEMENTS, product_overlaps
+from autopar.cost_models.step.stage_devices import stage_cluster, stage_clusters
 from autopar.cost_models.step.stage_memory import StageMemory, stage_memories
 from autopar.cost_models.step.stage_times import StageTime, stage_times
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.schedules.placement import chunks_of_stages
 
@@ -150,6 +151,18 @@ def stage_traces(
     return [traces_of[each.device] for each in clusters]
 
 
+def async_tp_of(graph: Graph, candidate: Candidate, cluster: Cluster) -> dict[str, int]:
+    """Return the mesh axes of a plan on which collectives run in pieces with products, with the elements that a tensor has at
+    least whose collective does."""
+    axes = set[int]()
+    for trace in (trace for traces in stage_traces(graph, candidate, cluster) for trace in traces.values()):
+        overlaps, plans = product_overlaps(trace.costs), {node.node: node for node in trace.plan.nodes}
+        for each, conversion in ((each, at) for at in trace.plan.conversions for each in overlaps.get(at.value, ())):
+            if each.axis is not None and each.hidden_seconds(conversion, plans):
+                axes.add(each.axis)
+    return {candidate.mesh.axes[axis].name: LEAST_ELEMENTS for axis in sorted(axes)}
+
+
 def _block_traces(
     graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts], split_backward: bool
 ) -> dict[str, CallTrace]:
@@ -231,3 +244,38 @@ def _mean_peak_flops_per_second(cluster: Cluster, candidate: Candidate) -> float
     """Return the mean peak of one device in the compute dtype, over the stages."""
     clusters = stage_clusters(cluster, candidate.pipeline.stages)
     return sum(each.device.matrix_peak_flops_per_second(candidate.precision.compute) for each in clusters) / len(clusters)
+
+
+class SharedCosts:
+    """The shared costs for `evaluate` of several candidates of one graph's blocks on one cluster. Nodes whose plans are one
+    object in two candidates are priced once."""
+
+    def __init__(self, graph: Graph, cluster: Cluster) -> None:
+        self.graph, self.cluster = graph, cluster
+        self._by_mesh: dict[tuple[Mesh, int, int], dict[str, BlockCosts]] = {}
+        self._by_batch: dict[int, dict[str, BlockCosts]] = {}
+        self._first: dict[str, BlockCosts] = {}
+
+    def of(self, candidate: Candidate, cluster: Cluster | None = None) -> Mapping[str, BlockCosts]:
+        """Return the costs by the names of the blocks; empty where stages have different devices. `cluster`: the part of the
+        devices that the candidate is on, always the same for one mesh (else: a stage's)."""
+        if len({group.device for group in self.cluster.groups}) > 1:
+            return {}
+        key = candidate.mesh, candidate.micro_batch, candidate.zero_group
+        if key not in self._by_mesh:
+            cluster = cluster or stage_cluster(self.cluster, candidate.pipeline.stages)
+            self._by_mesh[key] = {
+                block.name: BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster, candidate.zero_group)
+                for block in self.graph.blocks
+            }
+            self._share(self._by_mesh[key], candidate.micro_batch)
+        return self._by_mesh[key]
+
+    def _share(self, costs: Mapping[str, BlockCosts], batch: int) -> None:
+        same = self._by_batch.setdefault(batch, {})
+        for name, each in costs.items():
+            first = same.get(name) or self._first.get(name)
+            if first is not None:
+                each.share_with(first)
+            same.setdefault(name, each)
+            self._first.setdefault(name, each)

@@ -150,6 +150,16 @@ def _sequence(example: dict[str, Any] | tuple[Any, ...]) -> int | None:
     return next((int(shape[1]) for shape in shapes if len(shape) == 2), None)
 
 
+def _blocks(plan: Plan) -> str:
+    """Whether they are compiled, and the mesh axes whose collectives run in pieces with products."""
+    if not plan.document.cluster.compiled:
+        return "not compiled"
+    from autopar.given_plan import planned_async_tp  # which imports the runtime
+
+    axes = ", ".join(planned_async_tp(plan))
+    return "compiled by torch.compile" + (f", collectives of {axes} in pieces with products (asynchronous)" if axes else "")
+
+
 def summary(plan: Plan, console: Console) -> None:
     """The tables that `plan` and `inspect` share."""
     document, predicted = plan.document, plan.document.predicted
@@ -161,7 +171,7 @@ def summary(plan: Plan, console: Console) -> None:
         ("batch", f"{document.batch.global_} global, {document.batch.micro} per data rank"
          + _parts(document.batch.num_microbatches) + _seq(document.batch.seq)),
         ("precision", precision_text(plan.candidate.precision) + ("" if document.inference else f", {document.optimizer}")),
-        ("blocks", "compiled by torch.compile" if document.cluster.compiled else "not compiled"),
+        ("blocks", _blocks(plan)),
         *_inference(plan),
         ("step", _step(plan)),
         ("memory", _memory(plan)),

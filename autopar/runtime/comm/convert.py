@@ -118,10 +118,11 @@ class _Wait(torch.autograd.Function):
 
 
 def start(x: torch.Tensor, axis: AxisHandle, text: str) -> PendingConversion:
-    """Start a conversion; `wait` returns its result."""
+    """Start a conversion; `wait` returns its result. In compiled code it is whole: that starts and awaits collectives as
+    `compat.compile` says, and finds those that run in pieces beside products."""
     if axis.size == 1:
         return PendingConversion(x, None, axis, text)
-    if axis.shares or x.is_complex() or _needs_gather(parse_conversion(text)[0], x):
+    if axis.shares or x.is_complex() or torch.compiler.is_compiling() or _needs_gather(parse_conversion(text)[0], x):
         return PendingConversion(convert(x, axis, text), None, axis, text)
     token, raw = apply(_Start, text, axis.size, axis.coordinate, axis.group_name, x)
     return PendingConversion(token, raw, axis, text)
@@ -191,6 +192,9 @@ def _launch(
     """Launch one collective for each group of tensors that can share one; return their outputs, still in flight."""
     raws = []
     for indices in _coalesced(operations, xs):
+        if len(indices) == 1 and _is_plain(operations[indices[0]]):
+            raws.append(_launch_plain(operations[indices[0]], xs[indices[0]], size, group))
+            continue
         rows = [_rows(operations[i], xs[i], size) for i in indices]
         flat = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
         first = operations[indices[0]]
@@ -207,6 +211,9 @@ def _finish(
         if not operation.communicates:
             out[index] = apply_locally(operation, x, size, coordinate)
     for indices, raw in zip(_coalesced(operations, xs), raws, strict=True):
+        if len(indices) == 1 and _is_plain(operations[indices[0]]):
+            out[indices[0]] = _finish_plain(operations[indices[0]], xs[indices[0]], raw, size)
+            continue
         rows = size if _kind(operations[indices[0]], xs[indices[0]]) in ("gather", "all_to_all") else 1
         received = wait_tensor(raw).view(rows, -1)
         offset = 0
@@ -218,6 +225,30 @@ def _finish(
             offset += width
             out[i] = _assemble(operations[i], xs[i], part.reshape(rows, *shape), size, coordinate)
     return [x for x in out if x is not None]
+
+
+# -- one tensor, in one part: in the form that torch's asynchronous tensor parallelism knows (`compat.async_tp`)
+
+
+def _is_plain(operation: AxisOperation) -> bool:
+    return operation.kind in ("gather", "reduce_scatter") and operation.parts == 1
+
+
+def _launch_plain(operation: AxisOperation, x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    if operation.kind == "gather":
+        return all_gather(x.contiguous(), size, group)
+    dim = operation.dim % x.dim()
+    shards = torch.cat(x.split(x.shape[dim] // size, dim)) if dim else x.contiguous()
+    return reduce_scatter(shards, operation.op, size, group)
+
+
+def _finish_plain(operation: AxisOperation, x: torch.Tensor, raw: torch.Tensor, size: int) -> torch.Tensor:
+    shape, dim = list(x.shape), operation.dim % x.dim()
+    if operation.kind == "reduce_scatter":
+        shape[dim] //= size
+        return wait_tensor(raw).view(shape)
+    whole = wait_tensor(raw).view(size * shape[0], *shape[1:])
+    return torch.cat(whole.split(shape[0]), dim) if dim else whole
 
 
 def _assemble(operation: AxisOperation, x: torch.Tensor, stacked: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from torch import fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .async_tp import Groups, async_tp_settings
+
 _RECOMPUTED = "autopar.recompute"
 _ELSEWHERE = "autopar.saved_elsewhere"
 _FUSED = (torch.Tag.pointwise, torch.Tag.reduction)
@@ -49,11 +51,13 @@ def marked_as_saved_elsewhere(x: torch.Tensor) -> torch.Tensor:
 class BlockBackend:
     """A backend that tags the marked nodes of a graph, or `every` node, as selective checkpoints do: AOTAutograd saves none of
     their results, but for those that a second call would change. Where a tensor is saved elsewhere, it tags what streaming
-    operations make of it: AOTAutograd may save that in its stead. Seen on 2.13.0: code is compiled once for equal backends, and a
-    graph with an autograd function is looked up among those compiled before only if the configuration says so."""
+    operations make of it: AOTAutograd may save that in its stead. Collectives of `groups` run in pieces beside products. Seen on
+    2.13.0: code is compiled once for equal backends, and a graph with an autograd function is looked up among those compiled
+    before only if the configuration says so."""
 
     backend: Callable[..., Any]
     every: bool = False
+    groups: Groups = frozenset()
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
         # importing it takes seconds, and only programs that are compiled need it
@@ -72,18 +76,38 @@ class BlockBackend:
                     tags.append(f"{node.name} elsewhere")
         with patch(autograd_cache_allow_custom_autograd_functions=True):
             if tags:
-                return _compiled_apart(self.backend, graph, inputs, " ".join(tags))
-            return _compiled(self.backend, graph, inputs)
+                return self._compiled_apart(graph, inputs, " ".join(tags))
+            return self._compiled(graph, inputs)
 
+    def _compiled(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        """Compile; inductor then starts each collective as soon as its operand is there, and waits for it when all else that is
+        ready has been computed, so that gradients of weights hide those that complete gradients. Collectives stay in the graph's
+        order, on every rank the same. Seen on 2.13.0: a backward is compiled later, with these settings only where they are
+        arguments."""
+        if self.backend is not compiler_named("inductor"):
+            return self.backend(graph, inputs)
+        overlap = {
+            "reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+            **(async_tp_settings(self.groups) if self.groups else {}),
+        }  # fmt: skip
+        return self.backend(graph, inputs, config_patches=overlap)
 
-def _compiled(backend: Callable[..., Any], graph: fx.GraphModule, inputs: Any) -> Any:
-    """Compile; inductor then starts each collective as soon as its operand is there, and waits for it when all else that is ready
-    has been computed, so that gradients of weights hide those that complete gradients. Collectives stay in the graph's order, on
-    every rank the same. Seen on 2.13.0: a backward is compiled later, with these settings only where they are arguments."""
-    if backend is not compiler_named("inductor"):
-        return backend(graph, inputs)
-    overlap = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}
-    return backend(graph, inputs, config_patches=overlap)
+    def _compiled_apart(self, graph: fx.GraphModule, inputs: Any, tags: str) -> Any:
+        """Compile under a further key: the caches of compiled graphs take two graphs that differ in their tags alone for one."""
+        from torch._functorch.config import patch
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+
+        class Key(CustomGraphPass):
+            def __call__(self, graph: fx.Graph) -> None:
+                pass
+
+            def uuid(self) -> str:
+                return f"autopar {tags}"
+
+        passes = (*get_custom_graph_passes(config.joint_custom_pre_pass), Key())
+        with config.patch(joint_custom_pre_pass=passes), patch(joint_custom_pass=_with_stand_ins_recomputed):
+            return self._compiled(graph, inputs)
 
 
 def _tag(node: fx.Node) -> None:
@@ -128,21 +152,3 @@ def _without_views(node: fx.Node) -> fx.Node:
 def _changes_operands(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def _compiled_apart(backend: Callable[..., Any], graph: fx.GraphModule, inputs: Any, tags: str) -> Any:
-    """Compile under a further key: the caches of compiled graphs take two graphs that differ in their tags alone for one."""
-    from torch._functorch.config import patch
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
-
-    class Key(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return f"autopar {tags}"
-
-    passes = (*get_custom_graph_passes(config.joint_custom_pre_pass), Key())
-    with config.patch(joint_custom_pre_pass=passes), patch(joint_custom_pass=_with_stand_ins_recomputed):
-        return _compiled(backend, graph, inputs)

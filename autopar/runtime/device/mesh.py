@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compat.async_tp import Groups
 from ..compat.collectives import group_name
 from ..errors import LaunchProblem
 from .axis import AxisHandle, shares_of
@@ -52,6 +53,8 @@ class MeshHandle:
     seed_offset = base_seed = 0
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
+    async_tp: Groups = frozenset()
+    """The groups whose collectives run in pieces beside products in compiled blocks (`async_tp_groups`)."""
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}

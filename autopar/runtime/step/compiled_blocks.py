@@ -19,10 +19,10 @@ Backend = str | Callable[..., Any]
 
 
 def compile_blocks(program: Program, backend: Backend) -> None:
-    """Compile each block with a backend of torch.compile."""
+    """Compile each block with a backend of torch.compile; collectives of the mesh's `async_tp` run in pieces beside products."""
     left_out, compiler = set[type[BlockModule]](), compiler_named(backend)
     for block in program.blocks():
-        own = BlockBackend(compiler, every=block.recompute)
+        own = BlockBackend(compiler, every=block.recompute, groups=program.mesh.async_tp)
         if block.recompute or block.selective_recompute:
             block.forward = _FirstCall(block, _RecomputingBlock(block, own, left_out))
         else:

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.cost_models.step.shared_costs import SharedCosts
+from autopar.cost_models.step.evaluate import Evaluation, SharedCosts, evaluate
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS

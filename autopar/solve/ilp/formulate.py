@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from autopar.cost_models.step.product_overlap import ProductOverlap, product_overlaps
 from autopar.ir.placement import Placements, Replicate
 from autopar.operations.losses import runs_in_chunks
 from autopar.rules.loss_chunks import chunk_pairs
@@ -161,31 +162,40 @@ def add_conversion_flow(form: Formulation, table: BlockTable, value: str) -> Non
 
 
 def add_collective_overlap(form: Formulation, table: BlockTable) -> None:
-    """Add h: the seconds of a collective of the backward that run beside the gradients of the weights of those products that read
-    the converted value (see `call_trace`)."""
-    costs, name, unit = table.costs, table.block.name, form.second_unit
-    for value, products in costs.products_beside_collectives.items():
-        conversions = table.conversions[value]
-        for number, state in enumerate(conversions.states):
-            sent: Expression = {}
-            beside: Expression = {}
-            shared = False
-            for edge, y in zip(conversions.edges, form.y[name, value], strict=True):
-                if edge.target == number:
-                    cost = costs.conversion(value, conversions.states[edge.source], state)
-                    sent[y] = (1.0 - costs.cluster.overlap.contention) * cost.backward_comm_seconds / unit
-                    shared = shared or edge.seconds.backward_shared > 0
-            for product in products:
-                for strategy, x in zip(table.strategies[product], form.x[name, product], strict=True):
-                    if strategy.plan.operands[0] == state:
-                        beside[x] = costs.weight_gradient_seconds(strategy.plan) / unit
-            if any(sent.values()) and beside:
-                hidden = form.model.variable()
-                form.overlap.setdefault(name, []).append((hidden, StreamSeconds(0.0, -unit, 0.0, -unit * shared)))
-                # h <= (1 - contention) sum_into_p y (collective)
-                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, sent)), -INFINITY, 0.0)
-                # h <= sum_s x (gradient of the weight)
-                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, beside)), -INFINITY, 0.0)
+    """Add h: the seconds of collectives that run beside products (`product_overlap`): those of conversions into a placement that
+    products read, or from one that a product makes."""
+    for overlaps in product_overlaps(table.costs).values():
+        for each in overlaps:
+            sent, shared = _hidden_collectives(form, table, each)
+            beside: dict[Placements, Expression] = {}
+            for product in each.products if any(sent.values()) else ():
+                for strategy, x in zip(table.strategies[product], form.x[table.block.name, product], strict=True):
+                    if (at := each.product_placement(strategy.plan)) in sent and (most := each.product_seconds(strategy.plan)):
+                        beside.setdefault(at, {})[x] = most / form.second_unit
+            for at, products in beside.items():
+                hidden, less = form.model.variable(), -form.second_unit
+                on_link = less * (at in shared)
+                seconds = StreamSeconds(0.0, less, 0.0, on_link) if each.backward else StreamSeconds(less, 0.0, on_link)
+                form.overlap.setdefault(table.block.name, []).append((hidden, seconds))
+                # h <= share sum_into_or_from_p y (collective)
+                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, sent[at])), -INFINITY, 0.0)
+                # h <= sum_s x (products)
+                form.model.row(total((1.0, {hidden: 1.0}), (-1.0, products)), -INFINITY, 0.0)
+
+
+def _hidden_collectives(
+    form: Formulation, table: BlockTable, overlap: ProductOverlap
+) -> tuple[dict[Placements, Expression], set[Placements]]:
+    """Return per placement the seconds of conversions that products may hide, and where they occupy a link of the data axis."""
+    conversions, sent, shared = table.conversions[overlap.value], dict[Placements, Expression](), set[Placements]()
+    for edge, y in zip(conversions.edges, form.y[table.block.name, overlap.value], strict=True):
+        source, target = conversions.states[edge.source], conversions.states[edge.target]
+        if seconds := overlap.collective_seconds(source, target):
+            at = overlap.placement(source, target)
+            sent.setdefault(at, {})[y] = seconds / form.second_unit
+            if edge.seconds.backward_shared if overlap.backward else edge.seconds.forward_shared:
+                shared.add(at)
+    return sent, shared
 
 
 def add_conversion_trees(form: Formulation, table: BlockTable) -> None:

@@ -11,8 +11,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step import block_costs
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
-from autopar.cost_models.step.evaluate import evaluate
-from autopar.cost_models.step.shared_costs import SharedCosts
+from autopar.cost_models.step.evaluate import SharedCosts, evaluate
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 

@@ -1,0 +1,191 @@
+"""Asynchronous tensor parallelism of compiled blocks: which collectives run in pieces with products, with the numbers of one
+process. The operators are those of torch, in its test mode, with its functional implementations for CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.harness.comparison import differences
+from support.harness.end_to_end import Prepared, prepare, program
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_pipelines
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.plan import Precision
+from autopar.rules.registry import default_registry
+from autopar.runtime import collectives as C
+from autopar.runtime.comm import symmetric_memory
+from autopar.runtime.comm.symmetric_memory import async_tp_groups
+from autopar.runtime.compat.compile import BlockBackend, compiler_named
+from autopar.runtime.device.axis import AxisHandle
+from autopar.runtime.device.mesh import MeshHandle
+from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.configuration import configuration_of
+from autopar.solve.space.force import parse_force
+
+BATCH, LENGTH, WIDTH, INNER, HEAD = 2, 8, 16, 24, 4
+SHAPES = ((WIDTH,), (16, WIDTH), (8, WIDTH), (8, WIDTH), (WIDTH, 16), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
+CUT = (None, 0, 0, 0, 1, None, 0, 0, 1)
+"""Of each weight of the layer the dimension that the axis shards: two norms are whole."""
+FUSED = "fused_all_gather_matmul.default(", "fused_matmul_reduce_scatter.default("
+
+
+@contextmanager
+def operators_for_cpus() -> Iterator[None]:
+    """Torch's fused operators on gloo. Seen on 2.13.0: the pass takes no group without NCCL."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    with (
+        torch.library._scoped_library("symm_mem", "IMPL") as library,
+        symmetric._test_mode(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        yield
+
+
+def layer(x: Tensor, weights: tuple[Tensor, ...], axis: AxisHandle, split: bool = False) -> Tensor:
+    """A layer of Llama with tensor and sequence parallelism; on an axis of one rank, of one process. `split`: as a program with
+    work between the start of a collective and its wait."""
+    first, query, key, value, out, second, gate, up, down = weights
+
+    def convert(x: Tensor, text: str) -> Tensor:
+        return C.wait(C.start(x, axis, text)) if split else C.convert(x, axis, text)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, True) + 1e-6).rsqrt() * weight
+
+    def heads(x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], -1, HEAD).transpose(1, 2)
+
+    whole = convert(norm(x, first), "S(1) -> R")
+    q, k, v = (heads(F.linear(whole, weight)) for weight in (query, key, value))
+    attention = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    x = x + convert(F.linear(attention, out), "P -> S(1)")
+    whole = convert(norm(x, second), "S(1) -> R")
+    return x + convert(F.linear(F.silu(F.linear(whole, gate)) * F.linear(whole, up), down), "P -> S(1)")
+
+
+def operands() -> tuple[Tensor, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(shape, dtype=torch.float64) for shape in ((BATCH, LENGTH, WIDTH), *SHAPES))
+    return x, tuple(weights)
+
+
+def gradients(run: Any, x: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
+    leaves = [each.clone().requires_grad_() for each in (x, *weights)]
+    result = run(leaves[0], tuple(leaves[1:]))
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), leaves)]
+
+
+def layer_in_pieces(split: bool, every: bool) -> tuple[list[tuple[int, int]], float]:
+    """On a rank: the fused all-gathers and reduce-scatters of forward and backward, and the largest relative difference of
+    results and gradients from one process."""
+    torch._dynamo.reset()
+    tp = MeshHandle({"tp": 2}).tp
+    x, weights = operands()
+    expected = gradients(lambda x, w: layer(x, w, AxisHandle("tp")), x, weights)
+    parts = zip(weights, CUT, strict=True)
+    own = tuple(each if at is None else each.chunk(2, at)[tp.coordinate].contiguous() for each, at in parts)
+    backend = BlockBackend(compiler_named("inductor"), every, frozenset({(tp.group_name, 1)}))
+    compiled = torch.compile(lambda x, w: layer(x, w, tp, split), backend=backend, fullgraph=True)
+    with operators_for_cpus():
+        found, codes = run_and_get_code(lambda: gradients(compiled, x.chunk(2, 1)[tp.coordinate].contiguous(), own))
+    difference = 0.0
+    for one, whole, at in zip(found, expected, (1, 1, *CUT), strict=True):
+        if at is None:  # each rank has the part of its tokens
+            dist.all_reduce(one)
+        part = whole if at is None else whole.chunk(2, at)[tp.coordinate]
+        difference = max(difference, float((one - part).abs().max() / whole.abs().max()))
+    return [counted(code) for code in codes], difference
+
+
+def counted(code: str) -> tuple[int, int]:
+    """The fused all-gathers and reduce-scatters in code of inductor."""
+    gathers, scatters = (code[code.index("def call") :].count(name) for name in FUSED)
+    return gathers, scatters
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_collectives_of_a_layer_run_in_pieces(split: bool, ranks: RankPool) -> None:
+    """All four of the forward; of the backward the gathers of gradients. Gradients of weights hide its reduce-scatters."""
+    for fused, difference in ranks.run(layer_in_pieces, split, False, world=2, timeout=240):
+        assert fused == [(2, 2), (2, 0)]
+        assert difference < 1e-9
+
+
+def test_recomputed_collectives_run_in_pieces(ranks: RankPool) -> None:
+    for fused, difference in ranks.run(layer_in_pieces, False, True, world=2, timeout=240):
+        assert fused == [(2, 2), (4, 1)]
+        assert difference < 1e-9
+
+
+def steps_in_pieces(text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[Any, list[tuple[int, int]]]:
+    """On a rank: what a program gives in steps of an optimizer, and the fused operators of each graph."""
+    torch._dynamo.reset()
+    with operators_for_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeshHandle, "async_tp", property(lambda mesh: frozenset({(mesh.tp.group_name, 1)})))
+        outcome, codes = run_and_get_code(lambda: train_pipelines([(text, state, batch)], compile="inductor")[0][0])
+    return outcome, [counted(code) for code in codes]
+
+
+def sequence_parallel_program(prepared: Prepared) -> str:
+    """As Megatron places a model, in a mode of its own of the planner."""
+    forced = parse_force("tp=2,pp=1,zero=0,micro_batches=1,recompute=none,zero_group=0,sequence_parallel=1")
+    fixed = configuration_of(forced, Precision("float64", "float64"), "adamw")
+    return program(prepared, price_configuration(prepared.graph, Cluster.parse("local:2"), fixed, default_registry()))
+
+
+def test_a_model_in_pieces_equals_one_process(ranks: RankPool) -> None:
+    prepared = prepare("llama", batch=4)
+    text = sequence_parallel_program(prepared)
+    for outcome, fused in ranks.run(steps_in_pieces, text, prepared.state, prepared.batch, world=2, timeout=500):
+        assert not differences(outcome, prepared.expected, 1e-9), text
+        assert sorted(each for each in fused if any(each)) == [(1, 0), (2, 0), (2, 2)], text  # the head, and both ways of a layer
+
+
+def what_is_said(axes: Mapping[str, int]) -> tuple[frozenset[tuple[str, int]], list[str], dict[str, int]]:
+    """On a rank without a GPU: the groups with symmetric memory, what is said, and what was asked of torch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = async_tp_groups(MeshHandle({"dp": 1, "tp": 2}), axes)
+    from torch.distributed import _symmetric_memory as symmetric
+
+    return found, [str(each.message) for each in caught], dict(symmetric._group_name_to_workspace_tensor)
+
+
+def test_without_symmetric_memory_one_line_says_so(ranks: RankPool) -> None:
+    first, second = ranks.run(what_is_said, {"tp": 1}, world=2)
+    assert first[0] == second[0] == frozenset() and not first[2]
+    assert len(first[1]) == 1 and "symmetric memory takes CUDA devices and NCCL" in first[1][0] and not second[1]
+    assert ranks.run(what_is_said, {}, world=2) == [(frozenset(), [], {})] * 2
+    assert ranks.run(what_is_said, {"dp": 1}, world=2) == [(frozenset(), [], {})] * 2
+
+
+def groups_of_failing_set_up(failing: int) -> frozenset[tuple[str, int]]:
+    """On a rank of a machine whose devices have symmetric memory, as far as is known before: its groups, where the set-up fails
+    on one rank."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(symmetric_memory, "symmetric_memory_problem", lambda device: "")
+        problem = "out of handles" if dist.get_rank() == failing else ""
+        patch.setattr(symmetric_memory, "set_up_symmetric_memory", lambda group: problem)
+        return async_tp_groups(MeshHandle({"tp": 2}), {"tp": 7})
+
+
+def test_ranks_agree_on_symmetric_memory(ranks: RankPool) -> None:
+    """All have it, or none: ranks with other code would wait for each other."""
+    for failing, expected in ((0, 0), (1, 0), (-1, 1)):
+        found = ranks.run(groups_of_failing_set_up, failing, world=2)
+        assert found[0] == found[1] and len(found[0]) == expected and all(least == 7 for _, least in found[0])
