@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from autopar.ir.mesh import Mesh
@@ -21,14 +21,16 @@ from autopar.solve.search_state import SearchPoint, SearchState
 
 @dataclass(slots=True)
 class _MeshBound:
-    """The bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by itself, `sharp`
-    once nothing is left out. `tables` rebuilds the problem where another process had it."""
+    """The bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by itself
+    (`block_seconds`: of those that were), `sharp` once nothing is left out. `tables` rebuilds the problem where another process
+    had it."""
 
     members: tuple[SearchPoint, ...]
     tables: Callable[[], Problem]
     bounds: dict[float, float]
     flow: FlowRelaxation | None = None
     blocks: tuple[BlockRelaxation, ...] | None = None
+    block_seconds: dict[str, float] = field(default_factory=dict)
     all_blocks: bool = False
     sharp: bool = False
     _problem: Problem | None = None
@@ -47,6 +49,7 @@ class _MeshReport:
 
     points: tuple[tuple[float, Status, bool], ...]
     weights: Mapping[float, float]
+    block_seconds: Mapping[str, float]
     all_blocks: bool
     sharp: bool
     ideal_seconds: float
@@ -88,6 +91,7 @@ class SearchBounds:
         return _MeshReport(
             points=tuple((each.bound_seconds, each.solution.status, each.done) for each in members),
             weights=mesh_bound.bounds if mesh_bound else {},
+            block_seconds=mesh_bound.block_seconds if mesh_bound else {},
             all_blocks=mesh_bound.all_blocks if mesh_bound else False,
             sharp=mesh_bound is None,
             ideal_seconds=self.ideal_seconds,
@@ -105,8 +109,9 @@ class SearchBounds:
             each.solution.bound_seconds, each.solution.status, each.done = bound, status, done
         if not report.sharp and mesh not in self._mesh_bounds:
             self._mesh_bounds[mesh] = _MeshBound(
-                tuple(members), self._tables(members), dict(report.weights), all_blocks=report.all_blocks
-            )
+                tuple(members), self._tables(members), dict(report.weights), block_seconds=dict(report.block_seconds),
+                all_blocks=report.all_blocks,
+            )  # fmt: skip
 
     def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
         """Return the problem of the least number of micro-batches, whose bound holds for its multiples."""
@@ -196,7 +201,8 @@ class SearchBounds:
             mesh_bound.all_blocks = not is_enough(seconds)
             return not mesh_bound.all_blocks
 
-        mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], bound_by_blocks(problem, is_done, state.seconds_left))
+        seconds = bound_by_blocks(problem, is_done, state.seconds_left, mesh_bound.block_seconds)
+        mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], seconds)
         self._inform_pipelines(problem, mesh_bound.bounds[1.0])
         self._bound_by_memory(mesh_bound, fully=False)
 

@@ -71,6 +71,23 @@ def test_the_bound_of_single_blocks_is_below_that_of_all() -> None:
     assert bound_by_blocks(problem, lambda seconds: True, lambda: 1.0) == pytest.approx(operation_bound(problem))
 
 
+def test_blocks_are_relaxed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that was enough before, and is not any more, goes on where it ended."""
+    problem, known = problem_of(captured("resnet", 4)), dict[str, float]()
+    whole, asked, relaxed = bound_by_blocks(problem, lambda seconds: False, lambda: 1.0), [False, False, True], list[str]()
+    bound = FlowRelaxation.bound
+
+    def counted(self: FlowRelaxation, *arguments: float) -> float:
+        relaxed.extend(self.blocks)
+        return bound(self, *arguments)
+
+    monkeypatch.setattr(FlowRelaxation, "bound", counted)
+    bound_by_blocks(problem, lambda seconds: asked.pop(0), lambda: 1.0, known)
+    assert len(relaxed) == len(known) == 2
+    assert bound_by_blocks(problem, lambda seconds: False, lambda: 1.0, known) == pytest.approx(whole, rel=1e-6)
+    assert sorted(relaxed) == sorted(problem.blocks)
+
+
 def folded(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tuple[Graph, Traced]:
     traced = trace(model, (), inputs, None, (), outlined)
     return fold(model, normalize(flatten_program(traced)), traced), traced

@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal: the best plan so far is written."""
+"""Ctrl-C in a terminal: the best plan so far is written. And the end of a process."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["search"]["status"] == "FEASIBLE"
     assert document["predicted"]["lower_bound_seconds"] <= document["predicted"]["step_seconds"]
+
+
+def test_the_end_of_a_command_looks_through_no_objects() -> None:
+    """A plan leaves a million of them: two seconds of a last garbage collection."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))\nimport autopar.cli as a; a.main(['models'])"
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True, timeout=120)
+    assert int(process.stdout.splitlines()[-1]) > 1000

@@ -35,15 +35,24 @@ def has_many_blocks(problem: Problem) -> bool:
     return 2 * max(sizes) <= sum(sizes)
 
 
-def bound_by_blocks(problem: Problem, is_enough: Callable[[float], bool], seconds_left: Callable[[], float]) -> float:
+def bound_by_blocks(
+    problem: Problem,
+    is_enough: Callable[[float], bool],
+    seconds_left: Callable[[], float],
+    known: dict[str, float] | None = None,
+) -> float:
     """The linear relaxation of each distinct block by itself, as if the others took whatever placements suit it, times the number
     of its calls; `operation_bound` of blocks that need not be looked at, because the sum `is_enough`. Those that compute most
-    come first."""
-    seconds = {name: _block_seconds(problem, name) for name in problem.blocks}
-    for name in sorted(seconds, key=lambda name: -seconds[name]):
+    come first. `known` collects the seconds of those that were relaxed."""
+    known = {} if known is None else known
+    least = {name: _block_seconds(problem, name) for name in problem.blocks}
+    seconds = {**least, **known}
+    for name in sorted(least, key=lambda name: -least[name]):
         if is_enough(sum(seconds.values())) or seconds_left() <= 0:
             break
-        seconds[name] = max(seconds[name], FlowRelaxation(problem, (name,)).bound(seconds_left()))
+        if name not in known:
+            known[name] = max(least[name], FlowRelaxation(problem, (name,)).bound(seconds_left()))
+            seconds[name] = known[name]
     return sum(seconds.values())
 
 

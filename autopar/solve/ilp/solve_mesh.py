@@ -93,13 +93,15 @@ class MeshSolution:
 
 @dataclass(slots=True)
 class MeshSolver:
-    """The solver of one point of the grid. `problem` are its tables, `result` what is known so far."""
+    """The solver of one point of the grid. `problem` are its tables, `result` what is known so far, `relaxed` the program under
+    memory with its linear relaxation, between `relax_with_memory` and `solve_with_memory`."""
 
     graph: Graph
     problem: Problem
     sharded_axes: tuple[int, ...]
     relative_gap: float
     result: MeshSolution
+    relaxed: tuple[Formulation, Outcome] | None = None
 
     def solve_without_memory(self, time_limit_seconds: float) -> None:
         """Solve without the memory constraint: a lower bound, and the optimum where that plan fits."""
@@ -119,11 +121,12 @@ class MeshSolver:
         began = monotonic()
         margin = 0.0
         for attempt in range(_ATTEMPTS):
-            form = self._formulate_with_memory(margin)
+            form, root = self.relaxed or (self._formulate_with_memory(margin), None)
+            self.relaxed = None
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
             cutoff = inf if form.penalties else cutoff_seconds / form.second_unit
-            outcome = self._outcome(form, left, cutoff, iterations)
+            outcome = self._outcome(form, left, cutoff, iterations, root)
             iterations -= outcome.iterations
             if attempt == 0:
                 self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
@@ -146,15 +149,19 @@ class MeshSolver:
         if outcome.status is not Status.OPTIMAL:
             return None
         self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
+        self.relaxed = form, outcome
         return self.result.bound_seconds
 
-    def _outcome(self, form: Formulation, time_limit_seconds: float, cutoff: float = inf, iterations: float = inf) -> Outcome:
+    def _outcome(
+        self, form: Formulation, time_limit_seconds: float, cutoff: float = inf, iterations: float = inf,
+        root: Outcome | None = None,
+    ) -> Outcome:  # fmt: skip
         """Solve a program; once more with repeated FLOPs of a forced axis forbidden where these are cheaper than to shard in
         spite of their price (small operations on slow links). The first outcome stays where nothing obeys that."""
         began = monotonic()
         outcome = solve_large(
             form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff,
-            iterations=iterations,
+            iterations=iterations, root=root,
         )  # fmt: skip
         if not outcome.values or all(outcome.values[slack] <= _REPEAT_TOLERANCE for slack in form.penalties):
             return outcome

@@ -113,18 +113,18 @@ def _interruptible(call: Callable[[], T]) -> T:
 
 def solve_large(
     model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf"),
-    iterations: float = float("inf"),
+    iterations: float = float("inf"), root: Outcome | None = None,
 ) -> Outcome:  # fmt: skip
     """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
     that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
     relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No node begins after so many `iterations`.
-    The model is unchanged afterwards."""
+    `root`: the linear relaxation, where it was solved before. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP), cutoff).run()
+        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP), cutoff, root).run()
     finally:
         model.upper = upper
 
@@ -132,8 +132,11 @@ def solve_large(
 class _Branching:
     """Branch and bound, best bound first. A node is the set of columns that are fixed at zero (`out`)."""
 
-    def __init__(self, model: LinearModel, end: float, iterations: float, gap: float, cutoff: float) -> None:
+    def __init__(
+        self, model: LinearModel, end: float, iterations: float, gap: float, cutoff: float, root: Outcome | None
+    ) -> None:
         self.model, self.end, self.iterations, self.gap, self.cutoff = model, end, iterations, gap, cutoff
+        self.root = root
         self.used = 0  # iterations
         self.upper = list(model.upper)
         self.best = Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
@@ -173,8 +176,14 @@ class _Branching:
         self.used += outcome.iterations
         return outcome
 
+    def _relax(self, out: frozenset[int]) -> Outcome:
+        if out or self.root is None:
+            return self._solve(out, True)
+        self.used += self.root.iterations
+        return self.root
+
     def _node(self, out: frozenset[int], number: int) -> None:
-        root = self._solve(out, True)
+        root = self._relax(out)
         if root.status is Status.INFEASIBLE:
             return
         if root.status is not Status.OPTIMAL:

@@ -114,8 +114,8 @@ class BoundTightening:
                     yield each
 
     def _is_quick(self, task: Task) -> bool:
-        """Return whether a task is one small program."""
-        return task[2] is ScheduleDetail.COARSE and self._has_relaxation(task)
+        """Return whether a task is one small program: a copy of this process takes as long as one of FINE detail."""
+        return task[2] is not ScheduleDetail.CLOCK and self._has_relaxation(task)
 
     def _has_relaxation(self, task: Task) -> bool:
         """Return whether a task finds the relaxation of its family that it needs, or makes it of its own point."""

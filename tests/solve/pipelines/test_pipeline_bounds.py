@@ -230,7 +230,7 @@ def test_bounds_are_sharpened_no_further_than_needed() -> None:
 
 def test_who_waits_for_whom() -> None:
     """Beside a point other processes begin with one of each family that is not relaxed, and with those of relaxed ones that are
-    looked at closely; coarse ones are not worth a process."""
+    looked at by their clock; coarse and fine ones are not worth a process."""
     search = _pipelines(batch=16)
     known, nothing = search._memory_bounds.__contains__, TightenedBounds(0.0, 0.0, None)
     how = TighteningSteps(search._with_memory, known, search.schedules, lambda task: nothing, search._family, search._relaxed)
@@ -247,7 +247,10 @@ def test_who_waits_for_whom() -> None:
     assert relaxed and not set(relaxed) & set(tightening._upcoming(order, first))
     tightening._done.update(relaxed)
     fine = {next(tightening._tasks_of(members)) for members, *_ in relaxed}
-    assert {detail for *_, detail in fine} == {ScheduleDetail.FINE} and fine <= set(tightening._upcoming(order, first))
+    assert {detail for *_, detail in fine} == {ScheduleDetail.FINE} and not fine & set(tightening._upcoming(order, first))
+    tightening._done.update(fine)
+    clocks = {next(tightening._tasks_of(members)) for members, *_ in relaxed}
+    assert {detail for *_, detail in clocks} == {ScheduleDetail.CLOCK} and clocks <= set(tightening._upcoming(order, first))
 
 
 def test_state_and_memory_prices_no_operation() -> None:

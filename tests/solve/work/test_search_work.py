@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 from support.models.solver_graphs import llama_graph
@@ -18,9 +19,11 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.linear_model import LinearModel
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.solver_call import SolverName, SolverResult
 from autopar.solve.search import search
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -94,6 +97,27 @@ def test_cutoff(above: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         assert cut.status is Status.PRUNED and not cut.values
         assert cut.bound == pytest.approx(root.objective)
+
+
+def test_a_relaxation_under_memory_is_the_root_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not solved again, and the plan is the same."""
+    monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
+    problem, programs = _problem(), list[bool]()
+    call = ilp.call_solver
+
+    def counted(model: LinearModel, name: SolverName, relaxed: bool, *rest: Any) -> SolverResult | None:
+        programs.append(relaxed)
+        return call(model, name, relaxed, *rest)
+
+    monkeypatch.setattr(ilp, "call_solver", counted)
+    alone, relaxed_first = (MeshSolution(problem.mesh) for _ in range(2))
+    MeshSolver(problem.graph, problem, (), 1e-4, alone).solve_with_memory(60.0)
+    usual = list(programs)
+    solver = MeshSolver(problem.graph, problem, (), 1e-4, relaxed_first)
+    assert solver.relax_with_memory(60.0) is not None
+    solver.solve_with_memory(60.0)
+    assert True in usual and programs[len(usual) :] == usual
+    assert relaxed_first.step_seconds == pytest.approx(alone.step_seconds)
 
 
 def test_a_point_above_the_cutoff_keeps_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
