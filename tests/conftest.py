@@ -20,7 +20,7 @@ from support.harness.rank_pool import RankPool  # noqa: E402
 POOL = pytest.StashKey[RankPool]()
 HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
-SLOWEST = 20
+SLOWEST = 30
 CAPTURE_CACHE_ROOMS = ("checker", "cli", "dryrun", "e2e", "explain", "program", "report", "software", "verification")
 """The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.capture_cache`)."""
 
@@ -73,11 +73,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The slowest files, beside pytest's slowest tests."""
-    if terminalreporter.config.getoption("durations"):
-        terminalreporter.section("slowest files")
-        for file, seconds in SECONDS.most_common(SLOWEST):
-            terminalreporter.write_line(f"{seconds:7.1f}s {file}")
+    """The slowest folders and files, beside pytest's slowest tests."""
+    if not terminalreporter.config.getoption("durations"):
+        return
+    folders = Counter[str]()
+    for file, seconds in SECONDS.items():
+        folders[file.rpartition("/")[0]] += seconds
+    for what, found in (("folders", folders), ("files", SECONDS)):
+        terminalreporter.section(f"slowest {what}")
+        for name, seconds in found.most_common(SLOWEST):
+            terminalreporter.write_line(f"{seconds:7.1f}s {name}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
