@@ -1,0 +1,132 @@
+"""Steps of a plan on two nodes joined by a slow link, beside the larger of compute and communication, which no program beats.
+
+    python tests/benchmarks/network/bench_lab_step.py [--rates 200mbit 1gbit] [--plans dp zero3 tp] [--compile inductor]
+
+A node is a network namespace with one rank (`support.network_lab`; rights of root). Compute: the same steps with collectives that
+move nothing, on both ranks at once. Communication: the bytes that a step sends or receives, over the rate of the link. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "tests" / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
+
+from bench_step import build  # noqa: E402
+
+NODES, MODEL, WARM_UP = 2, "llama", 2
+PLANS = {"dp": {"dp": 2, "zero": 0}, "zero3": {"dp": 2, "zero": 3}, "tp": {"tp": 2}}
+BYTES_PER_SECOND = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second of a rate as tc writes it: ``200mbit``."""
+    return float(text[:-4]) * BYTES_PER_SECOND[text[-4:]]
+
+
+def program_of(force: dict[str, int]) -> str:
+    from autopar.capture import capture
+    from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.program.build import program_text
+    from autopar.solve.search import search
+    from autopar.solve.space.options import SearchOptions
+
+    module, batch = build(MODEL)
+    graph = capture(module, (), batch)
+    result = search(graph, Cluster.parse(f"local:{NODES}"), SearchOptions(batch=graph.batch, force=force))
+    return program_text(graph, result.candidate)
+
+
+def seconds_of_steps(text: str, compile: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a step, and the bytes that one sends or receives over the link."""
+    from autopar.program.load import load_program
+    from autopar.runtime.device.mesh import MeshHandle
+    from autopar.runtime.parallel import Parallel
+
+    model, batch = build(MODEL)
+    program = load_program(text).Program
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ours = Parallel(program(MeshHandle(program.mesh_axes)), tensors, compile=compile)
+    seconds, sent = list[float](), list[int]()
+    for step in range(WARM_UP + steps):
+        dist.barrier()
+        before, began = link_bytes(), time.perf_counter()
+        ours(**batch).backward()
+        ours.zero_grad()
+        dist.barrier()
+        if step >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+            sent.append(max(after - first for after, first in zip(link_bytes(), before, strict=True)))
+    return median(seconds), median(sent)
+
+
+def link_bytes() -> tuple[int, int]:
+    """Bytes received and sent by this node's link so far; none where there is no link."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counts.split()
+            return int(fields[0]), int(fields[8])
+    return 0, 0
+
+
+def rank_main(text_file: str, compile: str, steps: int) -> None:
+    """One rank in the lab: prints compute seconds, step seconds and bytes."""
+    from autopar.dryrun.compat import fake_group
+
+    torch.set_num_threads(1)
+    text = Path(text_file).read_text()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    step_seconds, step_bytes = seconds_of_steps(text, compile, steps)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    with fake_group(rank, NODES):
+        compute_seconds, _ = seconds_of_steps(text, compile, steps)
+    print(json.dumps({"compute": compute_seconds, "step": step_seconds, "bytes": step_bytes}), flush=True)
+
+
+def main() -> None:
+    from support.network_lab import NetworkLab
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--compile", default="")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rank", default="")
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(arguments.rank, arguments.compile, arguments.steps)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in arguments.plans:
+            path = Path(folder) / f"{plan}.py"
+            path.write_text(program_of(PLANS[plan]))
+            for rate in arguments.rates:
+                words = (__file__, "--rank", str(path), "--compile", arguments.compile, "--steps", str(arguments.steps))
+                with NetworkLab(NODES, rate) as lab:
+                    ranks = lab.torchrun(1, *words, timeout=900.0)
+                found = [json.loads(each.stdout.splitlines()[-1]) for each in ranks]
+                step, compute = (max(each[what] for each in found) for what in ("step", "compute"))
+                communication = max(each["bytes"] for each in found) / rate_of(rate)
+                print(
+                    f"{plan} {rate}: step {step:.3f} s, compute {compute:.3f} s, communication {communication:.3f} s; step over "
+                    f"the larger {step / max(compute, communication):.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
