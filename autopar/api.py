@@ -218,7 +218,7 @@ def _build(
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
             mesh.opaque_modules = whole_modules(model)
-            mesh.async_tp = async_tp_groups(mesh, planned_async_tp(agreed) if compiler else {})
+            mesh.async_tp = async_tp_groups(mesh, planned_async_tp(agreed), compiler in (True, "inductor"))
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,

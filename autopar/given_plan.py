@@ -156,7 +156,8 @@ def priced_as(plan: Plan, compiled: bool) -> Plan:
 def planned_async_tp(plan: Plan) -> dict[str, int]:
     """Return `async_tp_of` a plan by its price; none where it has none."""
     try:
-        return async_tp_of(plan.graph, plan.candidate, Cluster.from_dict(plan.document.cluster.description))
+        cluster = Cluster.from_dict(plan.document.cluster.description)
+        return async_tp_of(plan.graph, plan.candidate, cluster) if cluster.overlap.async_tensor_parallel else {}
     except (ClusterError, PlanError):
         return {}
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
+from inspect import isroutine
 from types import FrameType
 from typing import Any
 
@@ -31,7 +32,11 @@ class DrawRecord:
         self.seeded: set[str] = set()
 
     def note(self, value: Any) -> bool:
-        """Take down the state of an object that is a generator, before it draws; False for any other."""
+        """Take down the state of an object that is a generator, or draws from one (its method), before it draws; False for any
+        other."""
+        while isinstance(value, partial):
+            value = value.func
+        value = getattr(value, "__self__", value) if isroutine(value) else value
         state = _state_of(value)
         if state is not None:
             self.generators.setdefault(id(value), (value, state))
@@ -79,8 +84,9 @@ def _global_states() -> dict[str, Any]:
     numpy: Any = sys.modules.get("numpy.random")
     states: dict[str, Any] = {"Python's": random.getstate()}
     if numpy is not None:
-        state = numpy.get_state(legacy=False)["state"]
-        states["numpy's"] = (state["pos"], state["key"].tobytes()) if "pos" in state else repr(state)
+        whole = numpy.get_state(legacy=False)
+        state, normal = whole["state"], (whole.get("has_gauss"), whole.get("gauss"))  # of two drawn at once one is kept
+        states["numpy's"] = (state["pos"], state["key"].tobytes(), normal) if "pos" in state else repr(whole)
     return states
 
 

@@ -26,21 +26,23 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
     inside = values_in_registers(block)
     makers = {value.name: node for node in block.nodes for value in node.outputs}
 
+    kept = set[str]()
+
     def keep_operands(node: Node) -> None:
         """The inputs of the kernel that `node` is part of are saved: operands that the kernel makes itself lead further up."""
-        if operation(node.op).view and node.operands():
-            keep_operands_of(node.operands()[0], node, 0)
-            return
-        for index, name in enumerate(node.operands()):
-            if values[name].differentiable:
-                keep_operands_of(name, node, index)
-
-    def keep_operands_of(name: str, node: Node, index: int) -> None:
-        if name in inside:
-            keep_operands(makers[name])
-        else:
-            flags = found[node.name].operands
-            found[node.name] = replace(found[node.name], operands=(*flags[:index], True, *flags[index + 1 :]))
+        further = [node]
+        while further:  # each node once: a chain of sums of two has more paths than can be walked
+            node = further.pop()
+            if node.name in kept:
+                continue
+            kept.add(node.name)
+            view = operation(node.op).view
+            for index, name in enumerate(node.operands()[: 1 if view else None]):
+                if name in inside and (view or values[name].differentiable):
+                    further.append(makers[name])
+                elif view or values[name].differentiable:
+                    flags = found[node.name].operands
+                    found[node.name] = replace(found[node.name], operands=(*flags[:index], True, *flags[index + 1 :]))
 
     for node in block.nodes:
         what, record = saved[node.name], operation(node.op)

@@ -2,8 +2,9 @@
 
 Matrix products, lookups and losses are kernels of their own and divide the others: a streaming operation belongs to the kernel of
 those of its operands that come after equally many products. Within a kernel values are in registers, and each tensor is read from
-memory once. A value that nothing but streaming operations reads is never written; a later kernel computes it again, from what is
-in memory. So is what the backward needs of the forward (torch's min-cut partitioning saves the same: `fused_saves`).
+memory once. A value that nothing but streaming operations reads is not written, unless it is made of many tensors; a later kernel
+computes it again, from what is in memory. So is what the backward needs of the forward (torch's min-cut partitioning saves the
+same: `fused_saves`).
 
 Gradients likewise: each product that reads a value writes a gradient of its own, and the kernel that adds them reads them all.
 The gradient of a sum is that of its addends, the same memory. The gradient of a norm's weight, a sum over rows, is made by the
@@ -15,6 +16,7 @@ Held against what inductor's kernels read and write (tests/e2e/compiled/test_mem
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -27,6 +29,9 @@ from autopar.operations.notation.rule import argument
 from autopar.operations.table import operation
 
 FIELDS = "forward_operands", "forward_results", "backward_operands", "backward_results"
+_MOST_READS = 4
+"""Tensors from which a kernel computes a value again: what is made of more, and read twice, is written (inductor's
+`realize_reads_threshold`). Else the n-th sum of a residual stream would be n reads."""
 Access = tuple[str, str, int]
 """A node, one of `FIELDS`, and the number of the operand or result."""
 
@@ -68,7 +73,7 @@ class _Tally:
     def __init__(self, block: Block, batch: int) -> None:
         self.block, self.values = block, block.values()
         self.sizes = {name: value_bytes(value, batch) for name, value in self.values.items()}
-        self.registers = values_in_registers(block)
+        self.registers = set(values_in_registers(block))
         self.makers: dict[str, Node] = {}
         self.views: dict[str, Node] = {}
         self._viewed: dict[str, str] = {}
@@ -87,23 +92,33 @@ class _Tally:
     def read(self, pass_: str, level: int, name: str) -> float:
         """Return the bytes that a kernel reads to have a value that its own operations do not make: of each tensor in memory no
         more than it has."""
-        root = self.root(name)
-        unread = self._unread.setdefault((pass_, level, root), self.sizes[root])
-        if root in self.registers:
-            self._unread[pass_, level, root] = 0.0
-            return sum(self.read(pass_, level, operand) for operand in self.makers[root].operands()) if unread else 0.0
-        size = min(self.sizes[name], unread)
-        self._unread[pass_, level, root] = unread - size
-        return size
+        size_bytes, asked = 0.0, [name]
+        while asked:  # not recursive: blocks have chains of thousands of operations
+            name = asked.pop()
+            root = self.root(name)
+            unread = self._unread.setdefault((pass_, level, root), self.sizes[root])
+            if root not in self.registers:
+                size_bytes += min(self.sizes[name], unread)
+                self._unread[pass_, level, root] = max(0.0, unread - self.sizes[name])
+            elif unread:
+                self._unread[pass_, level, root] = 0.0
+                asked += self.makers[root].operands()
+        return size_bytes
 
     def forward(self) -> None:
         """Tally the forward: kernels by how many products come before them."""
         levels: dict[str, int] = {}
+        uses, sources = Counter[str](), dict[str, frozenset[str]]()
         for node in self.block.nodes:
-            operands, record = node.operands(), operation(node.op)
-            if record.view and operands:
+            operands = node.operands()
+            if operation(node.op).view and operands:
                 self._viewed.update((value.name, self.root(operands[0])) for value in node.outputs)
                 self.views.setdefault(self.root(operands[0]), node)
+            else:
+                uses.update({self.root(name) for name in operands})
+        for node in self.block.nodes:
+            operands = node.operands()
+            if operation(node.op).view and operands:
                 continue
             level = max((levels.get(self.root(name), 0) for name in operands), default=0)
             streaming = is_streaming(node)
@@ -111,7 +126,12 @@ class _Tally:
                 root = self.root(name)
                 if root not in self.makers or levels[root] < level:
                     self.charge((node.name, "forward_operands", index), self.read("forward", level, name))
+            roots = {self.root(name) for name in operands}
+            read = frozenset[str]().union(*(sources[root] if root in self.registers else (root,) for root in roots))
             for index, value in enumerate(node.outputs):
+                sources[value.name] = read
+                if len(read) > _MOST_READS and uses[value.name] > 1:
+                    self.registers.discard(value.name)
                 levels[value.name] = level if streaming else level + 1
                 if streaming:
                     self.makers[value.name] = node

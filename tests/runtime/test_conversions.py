@@ -149,6 +149,28 @@ def test_without_gradients(ranks: RankPool) -> None:
         assert mask.tolist() == [True] * 4 and half.tolist() == [6.0, 6.0]
 
 
+def without_elements(axes: dict[str, int], how: str) -> list[torch.Size]:
+    tp, out = MeshHandle(axes).tp, []
+    for text in ("S(0) -> R", "S(1) -> R", "S(-1) -> I", "P -> S(1)", "P -> S(2)"):
+        for shape in ((0, 4, 4), (3, 0, 4), (3, 4, 0)):
+            x = torch.ones(shape, requires_grad=True)
+            y = C.convert(x, tp, text) if how == "convert" else C.wait(C.start(x, tp, text))
+            (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            assert gradient.shape == shape, text
+            out.append(y.shape)
+    return out
+
+
+@pytest.mark.parametrize("how", ["convert", "start"])
+def test_tensors_without_elements(ranks: RankPool, how: str) -> None:
+    """A shard of no rows, of whatever other dimensions."""
+    shapes = ranks.run(without_elements, {"tp": 2}, how, world=2)[0]
+    assert shapes == [
+        (0, 4, 4), (6, 0, 4), (6, 4, 0), (0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 4, 8), (3, 0, 8), (3, 4, 0),
+        (0, 2, 4), (3, 0, 4), (3, 2, 0), (0, 4, 2), (3, 0, 2), (3, 4, 0),
+    ]  # fmt: skip
+
+
 def mixed_bucket(axes: dict[str, int]) -> Any:
     tp = MeshHandle(axes).tp
     a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, dtype=torch.float64, requires_grad=True)

@@ -76,8 +76,30 @@ def _key(model: nn.Module, args: Any, kwargs: Any, options: CaptureOptions, *mor
     outside = _KeyPickler(text, set())  # a parameter of which a closure has hold is a constant
     outside.tensors = pickler.tensors
     outside.dump(names)
-    definitions = (*pickler.definitions, *outside.definitions)
-    return text.getvalue(), definitions, torch.get_default_dtype(), torch.is_grad_enabled()
+    definitions = tuple(map(_content, (*pickler.definitions, *outside.definitions)))
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return text.getvalue(), definitions, torch.get_default_dtype(), torch.is_grad_enabled(), autocast
+
+
+def _content(value: Any) -> tuple[Any, ...]:
+    """A function with its code, or a class with its attributes: a test may have replaced those of an earlier one."""
+    if isinstance(value, FunctionType):
+        return value, value.__code__, _Identity(value.__defaults__)
+    kinds = [kind for kind in value.__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
+    return value, *((name, _Identity(each)) for kind in kinds for name, each in vars(kind).items())
+
+
+class _Identity:
+    """An object that equals itself alone, whatever its class says."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class _KeyPickler(pickle.Pickler):

@@ -62,6 +62,25 @@ def test_globals_and_shapes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of(Net()) != before
 
 
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_attributes_of_classes_code_and_autocast_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, with_function = key_of(Net()), Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert key_of(Net()) != before
+    with_function.double = double  # type: ignore[assignment]
+    of_function = key_of(with_function)
+    with monkeypatch.context() as patch:
+        patch.setattr(Net, "forward", lambda self, x: self.inner(x).sum())
+        assert key_of(Net()) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(double, "__code__", (lambda x: 3 * x).__code__)
+        assert key_of(with_function) != of_function
+    assert key_of(Net()) == before and key_of(with_function) == of_function
+
+
 def test_a_parameter_with_a_hook_is_exported_anew() -> None:
     """The capture refuses it."""
     model = Net()

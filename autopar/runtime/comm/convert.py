@@ -238,7 +238,7 @@ def _launch_plain(operation: AxisOperation, x: torch.Tensor, size: int, group: s
     if operation.kind == "gather":
         return all_gather(x.contiguous(), size, group)
     dim = operation.dim % x.dim()
-    shards = torch.cat(x.split(x.shape[dim] // size, dim)) if dim else x.contiguous()
+    shards = torch.cat(x.chunk(size, dim)) if dim else x.contiguous()
     return reduce_scatter(shards, operation.op, size, group)
 
 
@@ -248,7 +248,8 @@ def _finish_plain(operation: AxisOperation, x: torch.Tensor, raw: torch.Tensor, 
         shape[dim] //= size
         return wait_tensor(raw).view(shape)
     whole = wait_tensor(raw).view(size * shape[0], *shape[1:])
-    return torch.cat(whole.split(shape[0]), dim) if dim else whole
+    # not split: of a tensor without rows that is one piece, whatever its other dimensions
+    return torch.cat(whole.chunk(size), dim) if dim else whole
 
 
 def _assemble(operation: AxisOperation, x: torch.Tensor, stacked: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:

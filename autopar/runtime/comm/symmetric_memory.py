@@ -13,15 +13,19 @@ from ..device.mesh import MeshHandle
 from .agreement import gather
 
 
-def async_tp_groups(mesh: MeshHandle, axes: Mapping[str, int]) -> Groups:
+def async_tp_groups(mesh: MeshHandle, axes: Mapping[str, int], compiled: bool = True) -> Groups:
     """Return the groups of these axes with symmetric memory, none where a rank has none: a warning then says why. Each axis with
-    the elements that a tensor has at least whose collective runs in pieces. All ranks must call."""
+    the elements that a tensor has at least whose collective runs in pieces. All ranks must call, `compiled` by inductor or not:
+    those that are not send whole tensors."""
     handles = [mesh.axis(name) for name in axes if mesh.axis(name).size > 1]
     if not handles:
         return frozenset()
-    problems = gather((symmetric_memory_problem(mesh.device), socket.gethostname()))
-    hosts = [host for _, host in problems]
-    found = [problem for problem, _ in problems]
+    problem = symmetric_memory_problem(mesh.device) if compiled else "a rank's blocks are not compiled by inductor"
+    problems = gather((problem, socket.gethostname(), compiled))
+    if not any(each for *_, each in problems):
+        return frozenset()
+    hosts = [host for _, host, _ in problems]
+    found = [problem for problem, *_ in problems]
     for handle in handles:
         if len({hosts[rank] for rank in dist.get_process_group_ranks(mesh.group(handle.name))}) > 1:
             found.append(f"the axis {handle.name} spans several hosts")

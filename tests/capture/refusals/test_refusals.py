@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -38,6 +39,7 @@ class Stateful(nn.Module):
         self.inner, self.body = nn.Linear(4, 4), body
         self.calls, self.longest, self.draws = 0, 0, random.Random(0)
         self.numbers = numpy.random.default_rng(0)
+        self.draw, self.normal, self.count = random.gauss, partial(random.gauss, 0, 1), partial(numpy.random.randint, 1, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, self.inner(x)).sum()
@@ -73,6 +75,9 @@ FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a branch": (lambda model, x: x if numpy.random.random() < 0.1 else 2 * x, "numpy's random generator"),
     "its own generator": (lambda model, x: x * model.draws.gauss(0, 1), "Random random generator"),
     "a generator of numpy": (lambda model, x: x * float(model.numbers.random()), "Generator random generator"),
+    "a method of a generator": (lambda model, x: x * model.draw(0, 1), "Random random generator"),
+    "a method with arguments": (lambda model, x: x * model.normal(), "Random random generator"),
+    "a method of numpy": (lambda model, x: x * model.count(), "random generator"),
     "a counter": (_counted, "the forward counts in calls, which would be 2 for ever"),
     "a counter of one forward": (_counted_in_a_forward, ""),
     "a branch that is never taken": (lambda model, x: x if random.random() < 0.0 else 2 * x, ""),
@@ -94,6 +99,14 @@ def test_what_python_computes_in_the_forward(name: str) -> None:
         assert place in str(caught.value) and "Error:" not in str(caught.value)
     else:
         capture(model, (torch.randn(3, 4),))
+
+
+def test_the_second_of_two_normal_numbers_is_a_draw() -> None:
+    """Numpy draws two at once, and the state of its generator is the same after the second."""
+    numpy.random.seed(0)
+    numpy.random.normal()
+    with pytest.raises(CaptureError, match="random generator"):
+        capture(Stateful(lambda model, x: x * float(numpy.random.normal())), (torch.randn(3, 4),))
 
 
 def test_a_draw_is_looked_for_at_calls_of_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from support.harness.run_program import train_pipelines
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
@@ -171,6 +172,36 @@ def test_without_symmetric_memory_one_line_says_so(ranks: RankPool) -> None:
     assert len(first[1]) == 1 and "symmetric memory takes CUDA devices and NCCL" in first[1][0] and not second[1]
     assert ranks.run(what_is_said, {}, world=2) == [(frozenset(), [], {})] * 2
     assert ranks.run(what_is_said, {"dp": 1}, world=2) == [(frozenset(), [], {})] * 2
+
+
+class SumOfSquares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().sum()
+
+
+def built_where_one_rank_compiles() -> tuple[bool, list[str]]:
+    """On a rank: whether it has groups, and what is said, where the first rank compiles and the second does not."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(api, "planned_async_tp", lambda plan: {plan.candidate.mesh.axes[-1].name: 1})
+        patch.setattr(symmetric_memory, "symmetric_memory_problem", lambda device: "")
+        patch.setattr(symmetric_memory, "set_up_symmetric_memory", lambda group: "")
+        parallel = api.parallelize(
+            SumOfSquares(), "local:2", (torch.ones(4, 8),), compile=dist.get_rank() == 0, force="tp=2", cache=False
+        )
+    said = [str(each.message) for each in caught if "in pieces" in str(each.message)]
+    return bool(parallel.program.mesh.async_tp), said
+
+
+def test_a_rank_that_does_not_compile_takes_part_in_the_agreement(ranks: RankPool) -> None:
+    """One node may lack Triton: its ranks neither wait for the others, nor do these for operators that it does not run."""
+    (first, said), (second, nothing) = ranks.run(built_where_one_rank_compiles, world=2, timeout=60)
+    assert not first and not second and not nothing
+    assert len(said) == 1 and "a rank's blocks are not compiled by inductor" in said[0]
 
 
 def groups_of_failing_set_up(failing: int) -> frozenset[tuple[str, int]]:
