@@ -31,7 +31,7 @@ from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
 
-_RELAXATION_ITERATIONS = 5_000
+_RELAXATION_ITERATIONS = 10_000
 """Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
 
 _SLOW_SHARE = 0.8
@@ -40,8 +40,8 @@ _SLOW_SHARE = 0.8
 _MAX_WARM_START_RATIO = 1.12
 """Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
 
-_MEMORY_ITERATIONS = 25_000
-"""Iterations of one problem under memory, once there is a plan: few take half of that."""
+_MEMORY_ITERATIONS = 12_500
+"""Iterations of one problem under memory, once there is a plan: few take two thirds of that."""
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:

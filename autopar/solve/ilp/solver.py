@@ -118,8 +118,8 @@ def solve_large(
     """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
     that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
-    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No node begins after so many `iterations`.
-    `root`: the linear relaxation, where it was solved before. The model is unchanged afterwards."""
+    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No relaxation has more than what is left of
+    `iterations`. `root`: the linear relaxation, where it was solved before. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
     upper = model.upper
@@ -152,7 +152,7 @@ class _Branching:
                 self.closed.append(bound)
                 break
             rounds += 1
-            self._node(out, rounds)
+            self._node(out, rounds, bound)
         bound = min([self.best.objective, *self.closed, *(bound for bound, _, _ in self.open)])
         if not self.best.values:
             if bound > self.cutoff and not self.open:
@@ -169,9 +169,10 @@ class _Branching:
         self.model.upper = list(self.upper)
         for column in out:
             self.model.upper[column] = 0.0
+        left = int(max(1.0, self.iterations - self.used)) if self.iterations < float("inf") else None
         outcome = solve(
             self.model, relaxed=relaxed, time_limit_seconds=self.end - monotonic(), relative_gap=self.gap / 10,
-            nodes=most_nodes(self.model),
+            iterations=left, nodes=most_nodes(self.model),
         )  # fmt: skip
         self.used += outcome.iterations
         return outcome
@@ -182,12 +183,13 @@ class _Branching:
         self.used += self.root.iterations
         return self.root
 
-    def _node(self, out: frozenset[int], number: int) -> None:
+    def _node(self, out: frozenset[int], number: int, bound: float) -> None:
+        """Look into a node, whose parent's relaxation is `bound`."""
         root = self._relax(out)
         if root.status is Status.INFEASIBLE:
             return
         if root.status is not Status.OPTIMAL:
-            self.closed.append(-float("inf"))
+            self.closed.append(bound)
             return
         if self._within_gap(root.objective) or root.objective > self.cutoff:
             self.closed.append(root.objective)

@@ -99,6 +99,27 @@ def test_cutoff(above: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cut.bound == pytest.approx(root.objective)
 
 
+def test_iterations_end_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's program gets those that are left, not more, and where they end its bound is that of its parent."""
+    monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
+    model, left = _memory_model(), list[int | None]()
+    root = ilp.solve(model, relaxed=True)
+    call = ilp.call_solver
+
+    def limited(model: LinearModel, name: SolverName, relaxed: bool, limits: Any, *rest: Any) -> SolverResult | None:
+        left.extend([limits.iterations] if relaxed else [])
+        return call(model, name, relaxed, limits, *rest)
+
+    monkeypatch.setattr(ilp, "call_solver", limited)
+    monkeypatch.setattr(ilp._Branching, "_within_gap", lambda self, bound: False)
+    monkeypatch.setattr(ilp._Branching, "_mixed", lambda self, values: self.model.branching_groups[0])
+    most = root.iterations + 3
+    found = ilp.solve_large(model, time_limit_seconds=60.0, relative_gap=1e-4, iterations=most, root=root)
+    assert left, "it branches"
+    assert all(each is not None and each <= 3 for each in left)
+    assert found.bound == pytest.approx(root.objective)
+
+
 def test_a_relaxation_under_memory_is_the_root_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not solved again, and the plan is the same."""
     monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
