@@ -118,7 +118,7 @@ def solve_large(
     """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
     that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
-    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No relaxation has more than what is left of
+    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No relaxation has more than is left of
     `iterations`. `root`: the linear relaxation, where it was solved before. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
