@@ -94,5 +94,7 @@ def with_stack(
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
     overlap = _with_compiled_overlap(overlap, cluster, compiled and name == DEFAULT_STACK)
+    if async_tp is not None:  # the run says what it overlapped of its tensor axis: all, or nothing
+        overlap = replace(overlap, async_tensor_parallel=False)
     layout = state_layouts().get(name, cluster.state_layout)
     return replace(_on_each_device(cluster, used), overlap=overlap, state_layout=layout)
