@@ -25,17 +25,16 @@ def with_fused_saves(block: Block, saved: Mapping[str, SavedTensors], loss: bool
     values = block.values()
     inside = values_in_registers(block)
     makers = {value.name: node for node in block.nodes for value in node.outputs}
-
-    kept = set[str]()
+    seen = set[str]()
 
     def keep_operands(node: Node) -> None:
         """The inputs of the kernel that `node` is part of are saved: operands that the kernel makes itself lead further up."""
         further = [node]
         while further:  # each node once: a chain of sums of two has more paths than can be walked
             node = further.pop()
-            if node.name in kept:
+            if node.name in seen:
                 continue
-            kept.add(node.name)
+            seen.add(node.name)
             view = operation(node.op).view
             for index, name in enumerate(node.operands()[: 1 if view else None]):
                 if name in inside and (view or values[name].differentiable):
