@@ -4,7 +4,7 @@ every solution, and the least bound certifies the best one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,8 +21,10 @@ from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.offload_optimizer import with_offloaded_optimizer
+from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.pipeline.point_bounds import PipelineBounds
 from autopar.solve.result import PlanResult
-from autopar.solve.search_bounds import SearchBounds
+from autopar.solve.search_bounds import MeshBounds, bound_by_flow
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
 from autopar.solve.search_state import Progress, SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -30,6 +32,7 @@ from autopar.solve.space.meshes import mesh_of
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables
+from autopar.solve.tighten import BoundTask, tighten
 
 _RELAXATION_ITERATIONS = 10_000
 """Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
@@ -70,7 +73,8 @@ class _Search:
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
-        self.bounds = SearchBounds(state)
+        self.bounds, self.pipeline_bounds = MeshBounds(state), PipelineBounds(state)
+        self.pipelines = PipelineSearch(state, self.pipeline_bounds)
         self.memory_binds = False
         self.slow_variables = inf
 
@@ -83,7 +87,7 @@ class _Search:
             interrupted = self._find_with_offloaded_optimizer() or interrupted
             state = self.state
         if state.best is None:
-            raise_infeasible(state)
+            raise_infeasible(state, self.pipelines.stage_search.placement.refusal)
         assert state.best is not None
         return result_of(state, state.best, interrupted)
 
@@ -125,16 +129,17 @@ class _Search:
         state = self.state
         self._solve_data_parallel()
         for wide in (False, True):
-            members = [each for each in state.points if (len(each.point.mesh.axes) > 2) == wide]
+            members = [each for each in state.mesh_points if (len(each.point.mesh.axes) > 2) == wide]
             self.bounds.bound(members)
-            if wide:
-                self.bounds.tighten_pipelines()
             self._warm_start(members)
             if not wide:
                 self._solve_points(self._one_of_each_mesh(members))
                 self._solve_pipelines()
             self._solve_points(members)
-        self.bounds.tighten()
+        tighten(state, self._tasks)
+
+    def _tasks(self, each: SearchPoint, enough: float) -> Iterator[BoundTask]:
+        return (self.pipeline_bounds if each.is_pipeline else self.bounds).tasks(each, enough)
 
     def _one_of_each_mesh(self, members: Sequence[SearchPoint]) -> list[SearchPoint]:
         """The point with the least bound of every mesh whose problem is not large."""
@@ -145,28 +150,21 @@ class _Search:
         return list(points.values())
 
     def _solve_points(self, members: Sequence[SearchPoint]) -> None:
+        """Solve one point after the other, unless those before prune it; other processes begin with the next ones."""
         state = self.state
         for each in state.pending_points(members):
             if not self.memory_binds and not state.is_pruned(each):
                 self._solve_without_memory(each)
-        self._solve_all_with_memory(state.pending_points(members))
-
-    def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
-        """Solve one point after the other, unless those before prune it; other processes begin with the next ones."""
-        state = self.state
         reads = lambda each: (state.best_seconds(), self.slow_variables)  # noqa: E731
         with Lookahead(self._solved_with_memory, state.options.processes, reads) as ahead:
-            for number, each in enumerate(order):
-                if not state.is_pruned(each):
-                    rest = (other for other in order[number + 1 :] if not state.is_pruned(other))
-                    upcoming = (other for other in rest if state.is_worth_a_copy(other))
-                    self._take_outcome(each, ahead.result(each, upcoming))
+            for each, outcome in ahead.results(state.pending_points(members), self._is_open, state.is_worth_a_copy):
+                each.solution, each.done = outcome.solution, outcome.done
+                self.slow_variables = min(self.slow_variables, outcome.slow_variables)
+                if outcome.ran:
+                    self._take(outcome.solution)
 
-    def _take_outcome(self, each: SearchPoint, outcome: _PointOutcome) -> None:
-        each.solution, each.done = outcome.solution, outcome.done
-        self.slow_variables = min(self.slow_variables, outcome.slow_variables)
-        if outcome.ran:
-            self._take(outcome.solution)
+    def _is_open(self, each: SearchPoint) -> bool:
+        return not self.state.is_pruned(each)
 
     def _check_rules(self) -> None:
         if not self.state.options.strict:
@@ -216,7 +214,9 @@ class _Search:
 
     def _solve_pipelines(self) -> None:
         """Solve pipelines beside the meshes of their stages: where they are better, most meshes need not be solved."""
-        for solution in self.state.pipelines.run(self.state.best_seconds):
+        members = self.state.pipeline_points
+        self.pipeline_bounds.bound(members)
+        for solution in self.pipelines.solve(members):
             self._take(solution)
 
     def _warm_start(self, members: Sequence[SearchPoint]) -> None:
@@ -235,10 +235,7 @@ class _Search:
 
         order = [each for each in state.pending_points(members) if state.is_large(each)]
         with Lookahead(solve, state.options.processes) as ahead:
-            for number, each in enumerate(order):
-                if state.is_pruned(each):
-                    continue
-                solution = ahead.result(each, (other for other in order[number + 1 :] if not state.is_pruned(other)))
+            for each, solution in ahead.results(order, self._is_open, lambda each: True):
                 if solution is None:
                     continue
                 each.warm_start_seconds = solution.step_seconds or 0.0
@@ -285,10 +282,10 @@ class _Search:
         state = self.state
         problem = state.tables.problem(each.point)
         if each.point.micro_batches > 1:
-            self.bounds.bound_by_flow(each, problem)
+            bound_by_flow(state, each, problem)
         solver = state.solver(problem, each.solution)
         if state.is_large(each) and not state.is_pruned(each):
-            variables = state.variables[each.point.mesh]
+            variables = state.facts.variables[each.point.mesh]
             hopeless = each.warm_start_seconds > _MAX_WARM_START_RATIO * state.best_seconds()
             if hopeless or variables >= self.slow_variables:
                 return False  # it stays with the bound that it has
@@ -297,9 +294,7 @@ class _Search:
             if relaxed_seconds is None and state.best is not None:
                 self.slow_variables = _SLOW_SHARE * variables
                 return False
-            each.solution.bound_seconds = relaxed_seconds or each.bound_seconds
-        if each.bound_seconds == inf:
-            each.settle(Status.INFEASIBLE)
+            each.raise_bound(relaxed_seconds or 0.0)
         if state.is_pruned(each):
             return False
         bound = each.bound_seconds

@@ -1,244 +1,194 @@
-"""Lower bounds of the step for every point of the grid, cheap ones first: data sheet, operations, relaxation, memory."""
+"""Lower bounds of the step for meshes without pipeline stages, cheap ones first: data sheet, operations, relaxation, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from functools import cached_property, partial
 
 from autopar.ir.mesh import Mesh
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import memory_bound
-from autopar.solve.forked import Lookahead, forked_map
+from autopar.solve.forked import forked_map
 from autopar.solve.ilp.solver import Status
-from autopar.solve.pipeline.pipeline_search import Axes
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.problem.problem import Problem, with_zero_group
-from autopar.solve.search_state import SearchPoint, SearchState
+from autopar.solve.search_state import MeshFacts, SearchPoint, SearchState
+from autopar.solve.tighten import BoundTask
 
 
 @dataclass(slots=True)
-class _MeshBound:
-    """The bounds of one mesh: those of `FlowRelaxation` by weight. `all_blocks` once every block was relaxed by itself
-    (`block_seconds`: of those that were), `sharp` once nothing is left out. `tables` rebuilds the problem where another process
-    had it."""
+class _Relaxations:
+    """The linear relaxations of a mesh that were solved: bounds of `FlowRelaxation` by weight, and seconds of single blocks.
+    `all_blocks` once each of these was, `sharp` once nothing is left out."""
 
-    members: tuple[SearchPoint, ...]
-    tables: Callable[[], Problem]
-    bounds: dict[float, float]
-    flow: FlowRelaxation | None = None
-    blocks: tuple[BlockRelaxation, ...] | None = None
+    bounds: dict[float, float] = field(default_factory=dict)
     block_seconds: dict[str, float] = field(default_factory=dict)
     all_blocks: bool = False
     sharp: bool = False
-    _problem: Problem | None = None
-
-    @property
-    def problem(self) -> Problem:
-        if self._problem is None:
-            self._problem = self.tables()
-        return self._problem
 
 
 @dataclass(frozen=True, slots=True)
 class _MeshReport:
-    """The report of a process on one mesh: the bound, status and end of each point, what remains to be sharpened, and what the
-    rest of the search has to know of its size and of pipelines."""
+    """The report of a process on one mesh: the bound, status and end of each point, and what others have to know."""
 
     points: tuple[tuple[float, Status, bool], ...]
-    weights: Mapping[float, float]
-    block_seconds: Mapping[str, float]
-    all_blocks: bool
-    sharp: bool
-    ideal_seconds: float
-    variables: Mapping[Mesh, int]
-    seconds_per_example: Mapping[tuple[Axes, int], float]
+    relaxations: _Relaxations
+    facts: MeshFacts
 
 
-class SearchBounds:
-    """The bounds of a search. `ideal_seconds` is the least step of any plan on any mesh, by data sheet; 0 before the first
-    problem is there."""
+class _MeshBound:
+    """The bound of one mesh, at its least number of micro-batches, which holds for its multiples; with what memory and state add
+    for each of its points."""
 
-    def __init__(self, state: SearchState) -> None:
-        self.state = state
-        self.ideal_seconds = 0.0
-        self._mesh_bounds: dict[Mesh, _MeshBound] = {}
+    def __init__(self, state: SearchState, members: Sequence[SearchPoint]) -> None:
+        self.state, self.members = state, members
+        self.relaxations = _Relaxations()
+        self.flow: FlowRelaxation | None = None
 
-    def bound(self, points: Sequence[SearchPoint]) -> None:
-        """Bound every point; of a mesh, at its least number of micro-batches, with what memory and state add for each. The
-        expensive bound only where the cheap one does not prune."""
-        by_mesh: dict[Mesh, list[SearchPoint]] = {}
-        for each in points:
-            by_mesh.setdefault(each.point.mesh, []).append(each)
-        if not by_mesh:
-            return
-        first, *meshes = by_mesh.values()
-        self._bound_mesh(first)  # alone: its size, and the least step by data sheet, tell what the others are worth
-        sizes = dict(self.state.variables)
+    @cached_property
+    def problem(self) -> Problem:
+        least = min((each.point for each in self.members), key=lambda point: point.micro_batches)
+        return self.state.problem(least, self.state.cluster_for_bounds)
 
-        def learn(members: Sequence[SearchPoint]) -> _MeshReport:
-            self.state.variables = dict(sizes)  # what this process saw of other meshes must not matter
-            self._bound_mesh(members)
-            return self._report(members, self._mesh_bounds.get(members[0].point.mesh))
+    @cached_property
+    def blocks(self) -> tuple[BlockRelaxation, ...]:
+        return relax_blocks(self.problem)
 
-        for members, report in zip(meshes, forked_map(learn, meshes, self.state.options.processes), strict=True):
-            self._take(members, report)
-
-    def _report(self, members: Sequence[SearchPoint], mesh_bound: _MeshBound | None) -> _MeshReport:
-        state = self.state
-        return _MeshReport(
-            points=tuple((each.bound_seconds, each.solution.status, each.done) for each in members),
-            weights=mesh_bound.bounds if mesh_bound else {},
-            block_seconds=mesh_bound.block_seconds if mesh_bound else {},
-            all_blocks=mesh_bound.all_blocks if mesh_bound else False,
-            sharp=mesh_bound is None,
-            ideal_seconds=self.ideal_seconds,
-            variables=dict(state.variables),
-            seconds_per_example=dict(state.pipelines.seconds_per_example),
-        )
-
-    def _take(self, members: Sequence[SearchPoint], report: _MeshReport) -> None:
+    def take(self, report: _MeshReport) -> None:
         """Take a report into this process, where it is not from here."""
-        state, mesh = self.state, members[0].point.mesh
-        self.ideal_seconds = self.ideal_seconds or report.ideal_seconds
-        state.variables.update(report.variables)
-        state.pipelines.learn_rates(report.seconds_per_example)
-        for each, (bound, status, done) in zip(members, report.points, strict=True):
+        self.relaxations = report.relaxations
+        self.state.facts.learn(report.facts)
+        for each, (bound, status, done) in zip(self.members, report.points, strict=True):
             each.solution.bound_seconds, each.solution.status, each.done = bound, status, done
-        if not report.sharp and mesh not in self._mesh_bounds:
-            self._mesh_bounds[mesh] = _MeshBound(
-                tuple(members), self._tables(members), dict(report.weights), block_seconds=dict(report.block_seconds),
-                all_blocks=report.all_blocks,
-            )  # fmt: skip
 
-    def _tables(self, members: Sequence[SearchPoint]) -> Callable[[], Problem]:
-        """Return the problem of the least number of micro-batches, whose bound holds for its multiples."""
-        least = min((each.point for each in members), key=lambda point: point.micro_batches)
-        return lambda: self.state.tables.problem(least, cluster=self.state.cluster_for_bounds)
+    def report(self) -> _MeshReport:
+        points = tuple((each.bound_seconds, each.solution.status, each.done) for each in self.members)
+        return _MeshReport(points, self.relaxations, self.state.facts)
 
-    def _bound_mesh(self, members: Sequence[SearchPoint]) -> None:
-        state = self.state
+    def bound(self) -> _MeshReport:
+        """Bound every point, by the expensive bound only where the cheap one does not prune."""
+        state, members = self.state, self.members
         for each in members:
-            each.raise_bound(self.ideal_seconds)
+            each.raise_bound(state.facts.ideal_seconds)
         if state.seconds_left() <= 0:
-            return
-        mesh_bound = _MeshBound(tuple(members), self._tables(members), {})
-        problem = mesh_bound.problem
+            self.relaxations.sharp = True
+            return self.report()
+        problem = self.problem
         check_forced_axes(problem, forced_axes(problem.mesh, state.options.force), constraint_texts(state.options.pins))
         if not state.forced and state.solver(problem, members[0].solution).has_useless_axis():
             for each in members:
                 each.settle(Status.PRUNED, "nothing can be sharded over one of its axes")
         least = operation_bound(problem)
-        self.ideal_seconds = self.ideal_seconds or ideal_seconds(problem)
-        self._inform_pipelines(problem, least)
+        state.facts.ideal_seconds = state.facts.ideal_seconds or ideal_seconds(problem)
+        self._raise_flow_bound(least)
         for each in members:
             each.solution.bound_seconds = least
-        mesh_bound.bounds[1.0] = least
         if state.any_open(members):
             least_point = min(members, key=lambda each: (each.done, each.bound_seconds))
-            self._bound_by_blocks(mesh_bound, lambda seconds: state.is_pruned(least_point, seconds))
+            self._bound_by_blocks(lambda seconds: state.is_pruned(least_point, seconds))
         if state.any_open(members):
-            self._bound_by_flow(mesh_bound)
-        if not mesh_bound.sharp:
-            self._mesh_bounds[problem.mesh] = mesh_bound
+            self._bound_by_flow()
+        return self.report()
 
-    def bound_by_flow(self, each: SearchPoint, problem: Problem) -> None:
-        """Bound one point by its linear relaxation, by its own tables."""
-        if self.state.any_open([each]):
-            self._bound_by_flow(_MeshBound((each,), lambda: problem, {1.0: each.bound_seconds}))
+    def sharpen(self, enough: float) -> _MeshReport:
+        """Raise the bounds by all that was left out, until they are `enough`."""
+        if not self.relaxations.all_blocks:
+            self._bound_by_blocks(lambda seconds: seconds >= enough)
+        if min(each.bound_seconds for each in self.members) < enough:
+            self._bound_by_flow(fully=True)
+        self.relaxations.sharp = True
+        return self.report()
 
-    def tighten(self) -> None:
-        """Raise the least bounds, those of pipelines and the others in turn, as long as that raises the least of all."""
-        state, least = self.state, -inf
-        while state.seconds_left() > 0 and state.lower_bound_seconds() > least:
-            least = state.lower_bound_seconds()
-            self.tighten_pipelines()
-            self._tighten_meshes()
+    def _raise_flow_bound(self, step_seconds: float) -> None:
+        """Take a bound without memory and state, and pass on what holds for smaller micro-batches too, as the prices for bounds
+        do and those of a single point need not."""
+        bounds = self.relaxations.bounds
+        bounds[1.0] = max(bounds.get(1.0, 0.0), step_seconds)
+        if self.problem.cluster == self.state.cluster_for_bounds:
+            self.state.facts.learn_bound(self.problem, bounds[1.0])
 
-    def tighten_pipelines(self) -> None:
-        """Raise bounds of pipelines as long as one of them is the least bound."""
-        state = self.state
-        state.pipelines.tighten(state.best_seconds(), state.bound_without_pipelines())
-
-    def _tighten_meshes(self) -> None:
-        """Raise the bounds of meshes that the certificate is short of, where something was left out. Other processes begin with
-        the next ones."""
-        state = self.state
-        enough = state.best_seconds() * (1 - state.options.sharp_gap)
-        ahead: Lookahead[_MeshBound, _MeshReport] = Lookahead(lambda mesh: self._sharpen(mesh, enough), state.options.processes)
-        with ahead:
-            while state.seconds_left() > 0:
-                feasible = [each for each in state.points if each.solution.status is not Status.INFEASIBLE]
-                feasible = sorted((each for each in feasible if each.bound_seconds < enough), key=lambda each: each.bound_seconds)
-                if not feasible or feasible[0].bound_seconds > state.lower_bound_seconds():
-                    return
-                mesh_bounds = list({each.point.mesh: self._mesh_bounds.get(each.point.mesh) for each in feasible}.values())
-                first, *rest = (each if each is not None and not each.sharp else None for each in mesh_bounds)
-                if first is None:
-                    return
-                upcoming = (each for each in rest if each is not None and state.is_worth_a_copy(each.members[0]))
-                report = ahead.result(first, upcoming)
-                first.all_blocks, first.sharp = report.all_blocks, True
-                self._take(first.members, report)
-
-    def _sharpen(self, mesh_bound: _MeshBound, enough: float) -> _MeshReport:
-        if not mesh_bound.all_blocks:
-            self._bound_by_blocks(mesh_bound, lambda seconds: seconds >= enough)
-        if min(each.bound_seconds for each in mesh_bound.members) < enough:
-            self._bound_by_flow(mesh_bound, fully=True)
-        return self._report(mesh_bound.members, mesh_bound)
-
-    def _bound_by_blocks(self, mesh_bound: _MeshBound, is_enough: Callable[[float], bool]) -> None:
+    def _bound_by_blocks(self, is_enough: Callable[[float], bool]) -> None:
         """Bound with the linear relaxations of single blocks, which are small."""
-        state, problem = self.state, mesh_bound.problem
-        mesh_bound.all_blocks = True
-        if not has_many_blocks(problem):
+        relaxations = self.relaxations
+        relaxations.all_blocks = True
+        if not has_many_blocks(self.problem):
             return
 
         def is_done(seconds: float) -> bool:
-            mesh_bound.all_blocks = not is_enough(seconds)
-            return not mesh_bound.all_blocks
+            relaxations.all_blocks = not is_enough(seconds)
+            return not relaxations.all_blocks
 
-        seconds = bound_by_blocks(problem, is_done, state.seconds_left, mesh_bound.block_seconds)
-        mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], seconds)
-        self._inform_pipelines(problem, mesh_bound.bounds[1.0])
-        self._bound_by_memory(mesh_bound, fully=False)
+        self._raise_flow_bound(bound_by_blocks(self.problem, is_done, self.state.seconds_left, relaxations.block_seconds))
+        self._bound_by_memory(fully=False)
 
-    def _inform_pipelines(self, problem: Problem, step_seconds: float) -> None:
-        """Pass on what holds for smaller micro-batches too, as the prices for bounds do and those of a single point need not."""
-        if problem.cluster == self.state.cluster_for_bounds:
-            self.state.pipelines.learn_bound(problem, step_seconds)
-
-    def _bound_by_flow(self, mesh_bound: _MeshBound, fully: bool = False) -> None:
+    def _bound_by_flow(self, fully: bool = False) -> None:
         """Bound with the linear relaxation of placements, then with memory; and with what collectives and state send over one
         link, which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without
         the last."""
-        state, members, problem = self.state, mesh_bound.members, mesh_bound.problem
-        if mesh_bound.flow is None:
-            mesh_bound.flow = flow = FlowRelaxation(problem)
-            state.variables[problem.mesh] = flow.form.model.variables
-            mesh_bound.bounds[1.0] = max(mesh_bound.bounds[1.0], flow.bound(state.seconds_left()))
-            self._inform_pipelines(problem, mesh_bound.bounds[1.0])
-            self._bound_by_memory(mesh_bound, fully)
+        state, members, relaxations = self.state, self.members, self.relaxations
+        if self.flow is None:
+            self.flow = FlowRelaxation(self.problem)
+            state.facts.variables[self.problem.mesh] = self.flow.form.model.variables
+            self._raise_flow_bound(self.flow.bound(state.seconds_left()))
+            self._bound_by_memory(fully)
         if fully or (state.any_open(members) and not state.is_large(members[0])):
-            mesh_bound.sharp = True
-            if mesh_bound.flow.shared:
-                mesh_bound.bounds[0.5] = mesh_bound.flow.bound(state.seconds_left(), 0.5)
-            self._bound_by_memory(mesh_bound, fully)
+            relaxations.sharp = True
+            if self.flow.shared:
+                relaxations.bounds[0.5] = self.flow.bound(state.seconds_left(), 0.5)
+            self._bound_by_memory(fully)
 
-    def _bound_by_memory(self, mesh_bound: _MeshBound, fully: bool) -> None:
+    def _bound_by_memory(self, fully: bool) -> None:
         """Raise each point to its `memory_bound` by the tables of its mesh."""
-        state, flow = self.state, mesh_bound.bounds[1.0]
-        for each in mesh_bound.members:
-            each.raise_bound(flow)
+        state, bounds = self.state, self.relaxations.bounds
+        for each in self.members:
+            each.raise_bound(bounds[1.0])
             above = each.bound_seconds >= state.best_seconds() if fully else state.is_pruned(each)
-            if each.done or above:
-                continue
-            mesh_bound.blocks = mesh_bound.blocks or relax_blocks(mesh_bound.problem)
-            grouped = with_zero_group(mesh_bound.problem, each.point.zero_group)
-            bound = memory_bound(grouped, mesh_bound.blocks, each.point.micro_batches, mesh_bound.bounds)
-            each.raise_bound(bound)
-            if bound == inf:
-                each.settle(Status.INFEASIBLE)
+            if not each.done and not above:
+                grouped = with_zero_group(self.problem, each.point.zero_group)
+                each.raise_bound(memory_bound(grouped, self.blocks, each.point.micro_batches, bounds))
+
+
+def bound_by_flow(state: SearchState, each: SearchPoint, problem: Problem) -> None:
+    """Bound one point by its linear relaxation, by its own tables."""
+    if state.any_open([each]):
+        bound = _MeshBound(state, (each,))
+        bound.problem, bound.relaxations.bounds[1.0] = problem, each.bound_seconds
+        bound._bound_by_flow()
+
+
+class MeshBounds:
+    """The bounds of all meshes of a search, of which some are not sharp."""
+
+    def __init__(self, state: SearchState) -> None:
+        self.state = state
+        self._open: dict[Mesh, _MeshBound] = {}
+
+    def bound(self, points: Sequence[SearchPoint]) -> None:
+        """Bound every point, mesh by mesh."""
+        state = self.state
+        by_mesh: dict[Mesh, list[SearchPoint]] = {}
+        for each in points:
+            by_mesh.setdefault(each.point.mesh, []).append(each)
+        if not by_mesh:
+            return
+        first, *others = (_MeshBound(state, members) for members in by_mesh.values())
+        first.bound()  # alone: its size, and the least step by data sheet, tell what the others are worth
+        known = state.facts.copy()
+
+        def bound(each: _MeshBound) -> _MeshReport:
+            state.facts = known.copy()  # what this process saw of other meshes must not matter
+            return each.bound()
+
+        for mesh_bound, report in zip(others, forked_map(bound, others, state.options.processes), strict=True):
+            mesh_bound.take(report)
+        self._open |= {each.members[0].point.mesh: each for each in (first, *others) if not each.relaxations.sharp}
+
+    def tasks(self, each: SearchPoint, enough: float) -> Iterator[BoundTask]:
+        """Yield what raises the bound of a point, once."""
+        mesh = each.point.mesh
+        bound = self._open.get(mesh)
+        if bound is not None and not bound.relaxations.sharp:
+            yield BoundTask(mesh, mesh, not self.state.is_worth_a_copy(each), partial(bound.sharpen, enough), bound.take)

@@ -1,9 +1,9 @@
 """The stage search: placements of the blocks are solved once for each stage mesh and micro-batch, a dynamic program partitions
-the calls into model chunks, and the evaluator prices the pipelines with the least estimates."""
+the calls into model chunks, and the evaluator prices the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,15 +32,6 @@ from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
 
-_MOST_PRICED = 16
-"""At most so many pipelines are partitioned and priced."""
-
-_MOST_PER_MESH = 4
-"""And at most so many of one stage mesh and number of stages, unless one of them is the best."""
-
-_WORTH_PRICING = 1.04
-"""Estimates that are not above the best plan by more than that are worth pricing."""
-
 _ATTEMPTS = 3
 """Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
 
@@ -55,7 +46,6 @@ class StageSearch:
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
         self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
         self._allowed: Matrix | None = None
-        self.priced: set[GridPoint] = set()
 
     def with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
         """The points with as many micro-batches as a forced schedule takes."""
@@ -68,27 +58,6 @@ class StageSearch:
         if refused and not out:
             raise refused[max(refused)]
         return out
-
-    def solutions(
-        self, estimates: Sequence[tuple[float, GridPoint, ScheduleOption]], best_seconds: float
-    ) -> Iterator[MeshSolution]:
-        """The pipelines of `estimates`, partitioned and priced; those that fit."""
-        tried: dict[object, int] = {}
-        count = 0
-        for seconds, point, option in estimates:
-            key = point.mesh, point.stages
-            if seconds >= best_seconds * _WORTH_PRICING or self.seconds_left() <= 0 or count >= _MOST_PRICED:
-                return
-            if tried.get(key, 0) >= _MOST_PER_MESH:
-                continue
-            tried[key] = tried.get(key, 0) + 1
-            count += 1
-            self.priced.add(point)
-            result = self.solve_point(point, option)
-            if result is not None:
-                yield result
-                if result.evaluation is not None and result.evaluation.step_seconds < best_seconds:
-                    best_seconds, tried[key] = result.evaluation.step_seconds, 0
 
     # -- one point
 
