@@ -217,9 +217,12 @@ class SearchState:
             return f"a problem of more than {LARGE} variables, too large for the gain that is possible at most"
         return "the gain that is possible at most is too small for another axis"
 
+    def is_open(self, each: SearchPoint) -> bool:
+        """Return whether a point may still have a better plan."""
+        return not each.done and not self.is_pruned(each)
+
     def any_open(self, points: Sequence[SearchPoint]) -> bool:
-        """Return whether some of the points may still have a better plan."""
-        return any(not each.done and not self.is_pruned(each) for each in points)
+        return any(map(self.is_open, points))
 
     def is_large(self, each: SearchPoint) -> bool:
         """Return whether the problem of its mesh is large, or where its size is not known, those of as many axes."""

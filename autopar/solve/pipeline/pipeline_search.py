@@ -24,18 +24,17 @@ _WORTH_PRICING = 1.04
 class PipelineSearch:
     """The search over pipelines, whose points stand for all of their schedules."""
 
-    def __init__(self, state: SearchState, bounds: PipelineBounds) -> None:
-        self.state, self.bounds = state, bounds
+    def __init__(self, state: SearchState) -> None:
+        self.state, self.bounds = state, PipelineBounds(state)
         tables = state.pipeline_tables
         self.stage_search = StageSearch(state.pipeline_graph, state.cluster, state.options, tables, state.seconds_left)
 
     def solve(self, points: Sequence[SearchPoint]) -> Iterator[MeshSolution]:
         """Partition and price the points with the least estimates that bounds do not prune; yield the pipelines that fit."""
         state, tried, count = self.state, Counter[object](), 0
-        pending = {each.point: each for each in points if not each.done and not state.is_pruned(each)}
-        bounds = {point: each.bound_seconds for point, each in pending.items()}
+        pending = {each.point: each for each in points if state.is_open(each)}
         enough = state.best_seconds() * (1 - state.options.min_improvement)
-        estimates = rank_pipelines(self.stage_search, bounds, enough, lambda point: self.bounds.with_memory(pending[point]))
+        estimates = rank_pipelines(self.stage_search, self.bounds, list(pending.values()), enough)
         for seconds, point, _ in reversed(estimates):
             pending[point].left_out = f"estimated at {seconds:.4g} s, and enough others were priced before"
         for seconds, point, option in estimates:

@@ -3,7 +3,7 @@ the calls into model chunks, and the evaluator prices the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +15,6 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
-from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
@@ -29,7 +28,7 @@ from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
 from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
+from autopar.solve.space.pipeline_grid import ScheduleOption
 from autopar.solve.space.problem_tables import ProblemTables
 
 _ATTEMPTS = 3
@@ -46,20 +45,6 @@ class StageSearch:
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
         self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
         self._allowed: Matrix | None = None
-
-    def with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
-        """The points with as many micro-batches as a forced schedule takes."""
-        out, refused = [], dict[int, PlanError]()
-        for point in points:
-            try:
-                out.append((point, schedule_options(self.graph, point, self.options.force, self.options.schedule)))
-            except PlanError as error:
-                refused[point.micro_batches] = error
-        if refused and not out:
-            raise refused[max(refused)]
-        return out
-
-    # -- one point
 
     def placed(self, point: GridPoint, option: ScheduleOption) -> PlacedPoint | None:
         """Place the blocks of a point, priced as they run under one of its schedules; None where time ends first."""

@@ -19,4 +19,4 @@ class PipelineGrid(PipelineBounds):
         super().__init__(state)
         self.points = [each.point for each in state.pipeline_points]
         self.problem = state.problem
-        self.stage_search = PipelineSearch(state, self).stage_search
+        self.stage_search = PipelineSearch(state).stage_search
