@@ -9,7 +9,7 @@ from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.forked import Lookahead
-from autopar.solve.pipeline.point_bounds import PipelineBounds
+from autopar.solve.pipeline.pipeline_bounds import PipelineBounds
 from autopar.solve.pipeline.stage_placement import FamilyPlacement
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.search_state import SearchPoint

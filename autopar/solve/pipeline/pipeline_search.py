@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.pipeline.pipeline_bounds import PipelineBounds
 from autopar.solve.pipeline.pipeline_ranking import rank_pipelines
-from autopar.solve.pipeline.point_bounds import PipelineBounds
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.search_state import SearchPoint, SearchState
 

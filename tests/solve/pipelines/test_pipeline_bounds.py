@@ -29,10 +29,10 @@ from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.pipeline import point_bounds
-from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls, with_traded_lines
-from autopar.solve.pipeline.point_bounds import ScheduleReport
+from autopar.solve.pipeline import pipeline_bounds
+from autopar.solve.pipeline.pipeline_bounds import ScheduleReport
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
+from autopar.solve.pipeline.stage_relaxation import StageRelaxation, relaxed_calls, with_traded_lines
 from autopar.solve.problem.problem import Problem
 from autopar.solve.search_state import SearchPoint
 from autopar.solve.space.grid import GridPoint, grid_points
@@ -206,8 +206,8 @@ def relaxation_of(problem: Problem, point: GridPoint, cluster: Cluster) -> Stage
 
 def test_blocks_are_relaxed_where_operations_alone_do_not_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     relaxed: list[int] = []
-    original = point_bounds.relaxed_calls
-    monkeypatch.setattr(point_bounds, "relaxed_calls", lambda *given: relaxed.append(given[1]) or original(*given))
+    original = pipeline_bounds.relaxed_calls
+    monkeypatch.setattr(pipeline_bounds, "relaxed_calls", lambda *given: relaxed.append(given[1]) or original(*given))
     search = _pipelines()
     for point in search.points:
         search._relaxed.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
+from autopar.solve.pipeline.pipeline_bounds import PipelineBounds
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
-from autopar.solve.pipeline.point_bounds import PipelineBounds
 from autopar.solve.search_state import SearchState
 from autopar.solve.space.options import SearchOptions
 

@@ -17,7 +17,8 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import DATA_AXIS, Axis
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
-from autopar.solve.pipeline.pipeline_bound import (
+from autopar.solve.pipeline.stage_program import ScheduleDetail
+from autopar.solve.pipeline.stage_relaxation import (
     RelaxedCalls,
     StageRelaxation,
     call_seconds,
@@ -25,7 +26,6 @@ from autopar.solve.pipeline.pipeline_bound import (
     relaxed_calls,
     with_traded_lines,
 )
-from autopar.solve.pipeline.stage_program import ScheduleDetail
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
