@@ -48,11 +48,12 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """Return the best plan with its certificate. What was not solved in time is pruned by its bound, or says why it was not
-    tried."""
+    """Return the best plan with its certificate. What was not solved is pruned by its bound, or says why it was not tried, unless
+    time ended before it was left out."""
     assert best.candidate is not None and best.evaluation is not None
+    whole = not interrupted and state.seconds_left() > 0
     for each in state.points:
-        if not each.done and not interrupted and state.seconds_left() > 0:
+        if not each.done and (whole or each.left_out):
             each.solution.leave(state.best_seconds(), state.options.min_improvement, state.why_not_tried(each))
     priced = (each for each in state.fitting if each.stages > 1)  # of which a point has one for each schedule
     solutions = [*(each.solution for each in state.points), *priced]

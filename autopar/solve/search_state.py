@@ -211,8 +211,8 @@ class SearchState:
 
     def why_not_tried(self, each: SearchPoint) -> str:
         """Say why a point was left out that bounds do not prune."""
-        if each.left_out or each.is_pipeline:
-            return each.left_out or "estimated to be no faster than the best plan then"
+        if each.left_out:
+            return each.left_out
         if self.is_large(each):
             return f"a problem of more than {LARGE} variables, too large for the gain that is possible at most"
         return "the gain that is possible at most is too small for another axis"

@@ -35,6 +35,8 @@ class PipelineSearch:
         pending = {each.point: each for each in points if state.is_open(each)}
         enough = state.best_seconds() * (1 - state.options.min_improvement)
         estimates = rank_pipelines(self.stage_search, self.bounds, list(pending.values()), enough)
+        for each in pending.values() if state.seconds_left() > 0 else ():
+            each.left_out = "estimated to be no faster than the best plan then"
         for seconds, point, _ in reversed(estimates):
             pending[point].left_out = f"estimated at {seconds:.4g} s, and enough others were priced before"
         for seconds, point, option in estimates:
