@@ -26,19 +26,17 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
     plan, pipeline = memory_plan.candidate, memory_plan.candidate.pipeline
     if any(whole > MOST_REDUNDANT for axis, whole in memory_plan.evaluation.redundant_share if axis in state.options.force):
         return None
-    solution = MeshSolution(
+    return MeshSolution(
         mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=memory_plan.evaluation.step_seconds, candidate=plan,
         evaluation=memory_plan.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
         virtual=pipeline.virtual, schedule=pipeline.schedule, graph=memory_plan.graph,
     )  # fmt: skip
-    state.pipelines.solutions.append(solution)
-    return solution
 
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:
     """Return one sharding that fits for forced degrees whose problems were too large for the time; it obeys them too."""
     plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: inf)
-    for each in [point for point in state.points if point.solution.status is Status.TIMEOUT][:_MAX_POINTS]:
+    for each in [each for each in state.mesh_points if each.solution.status is Status.TIMEOUT][:_MAX_POINTS]:
         plan = plans.fastest_fitting(each.point)
         axes = forced_axes(each.point.mesh, state.options.force)
         if plan is None or plan.candidate is None or why_disobeyed(state.tables.problem(each.point), plan.candidate, axes):

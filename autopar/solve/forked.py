@@ -14,6 +14,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -116,29 +117,37 @@ class Lookahead(Generic[T, R]):
 
     def __init__(self, function: Callable[[T], R], processes: int, reads: Callable[[T], object] = lambda item: None) -> None:
         self.function, self.copies_wanted, self.reads = function, able_processes(processes) - 1, reads
-        self._ahead: dict[int, tuple[T, object, ForkedCall[R]]] = {}
+        self._ahead: dict[T, tuple[object, ForkedCall[R]]] = {}
 
     def result(self, item: T, upcoming: Iterable[T] = ()) -> R:
         """Return the result of `item`. `upcoming`: what may follow, the likeliest first; other copies are ended."""
-        wanted = {id(each): each for each in upcoming} if self.copies_wanted else {}
-        outdated = [key for key, (each, before, _) in self._ahead.items() if before != self.reads(each)]
-        unwanted = [key for key in self._ahead if key not in wanted and key != id(item)]
-        for key in {*outdated, *unwanted}:
-            self._ahead.pop(key)[2].cancel()
-        copy = self._ahead.pop(id(item), None)
-        for key, each in wanted.items():
+        wanted = dict.fromkeys(upcoming) if self.copies_wanted else {}
+        for each, (before, copy) in list(self._ahead.items()):
+            if before != self.reads(each) or (each not in wanted and each != item):
+                copy.cancel()
+                del self._ahead[each]
+        call = self._ahead.pop(item, None)
+        for each in wanted:
             if len(self._ahead) >= self.copies_wanted:
                 break
-            if key not in self._ahead:
-                call: ForkedCall[R] = ForkedCall(lambda each=each: self.function(each))  # type: ignore[misc]
-                self._ahead[key] = each, self.reads(each), call
-        return copy[2].result() if copy is not None else self.function(item)
+            if each not in self._ahead:
+                self._ahead[each] = self.reads(each), ForkedCall(partial(self.function, each))
+        return call[1].result() if call is not None else self.function(item)
+
+    def results(
+        self, order: Sequence[T], is_wanted: Callable[[T], bool], is_worth_a_copy: Callable[[T], bool]
+    ) -> Iterator[tuple[T, R]]:
+        """Yield each item that is wanted when its turn comes, with its result."""
+        for number, item in enumerate(order):
+            if is_wanted(item):
+                rest = (each for each in order[number + 1 :] if is_wanted(each) and is_worth_a_copy(each))
+                yield item, self.result(item, rest)
 
     def __enter__(self) -> Lookahead[T, R]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for _, _, copy in self._ahead.values():
+        for _, copy in self._ahead.values():
             copy.cancel()
 
 

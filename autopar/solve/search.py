@@ -4,75 +4,40 @@ every solution, and the least bound certifies the best one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Iterator
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
 from autopar.rules.expand import missing_rules
-from autopar.solve.bounds.memory_bound import memory_bound
-from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.fallback_plans import least_memory_solution, warm_start_solution
-from autopar.solve.forked import Lookahead
-from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.mesh.mesh_search import MeshSearch
 from autopar.solve.offload_optimizer import with_offloaded_optimizer
+from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.result import PlanResult
-from autopar.solve.search_bounds import SearchBounds
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
 from autopar.solve.search_state import Progress, SearchPoint, SearchState
-from autopar.solve.space.grid import GridPoint
-from autopar.solve.space.meshes import mesh_of
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
-from autopar.solve.space.problem_tables import ProblemTables
-
-_RELAXATION_ITERATIONS = 10_000
-"""Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
-
-_SLOW_SHARE = 0.8
-"""The share of a slow problem's variables from which on problems count as slow too."""
-
-_MAX_WARM_START_RATIO = 1.12
-"""Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
-
-_MEMORY_ITERATIONS = 12_500
-"""Iterations of one problem under memory, once there is a plan: few take two thirds of that."""
+from autopar.solve.tighten import BoundTask, tighten
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:
     """Return the best plan for `graph` on `cluster`. Raises BatchError, ClusterError, UnsupportedOp (strict) and Infeasible.
 
-    Every mesh gets a bound (`search_bounds`), which is one of pipelines whose stages have its model axes too. Points whose
+    Every mesh gets a bound (`mesh_bounds`), which is one of pipelines whose stages have its model axes too. Points whose
     bound is not below the best plan are pruned. The others are solved without the memory constraint first, which is the answer
     where that plan fits, and then under it. KeyboardInterrupt ends the search with the best plan so far, where there is one.
     """
     return _Search(SearchState(graph, cluster, options, progress or (lambda line: None))).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _PointOutcome:
-    """The outcome of a point under memory in one process, whether it `ran` the ILP, and how large slow problems are."""
-
-    solution: MeshSolution
-    done: bool
-    ran: bool
-    slow_variables: float
-
-
 class _Search:
-    """One search. `memory_binds` once a plan that ignores memory turned out too large: from then on problems are solved under
-    memory only. `slow_variables`: the least size of a problem whose relaxation under memory took too long."""
+    """One search: its queue of points, and what each of the two kinds of points is bounded and solved by."""
 
     def __init__(self, state: SearchState) -> None:
-        self.state = state
-        self.bounds = SearchBounds(state)
-        self.memory_binds = False
-        self.slow_variables = inf
+        self.state, self.meshes, self.pipelines = state, MeshSearch(state), PipelineSearch(state)
 
     def run(self) -> PlanResult:
         state = self.state
@@ -83,7 +48,7 @@ class _Search:
             interrupted = self._find_with_offloaded_optimizer() or interrupted
             state = self.state
         if state.best is None:
-            raise_infeasible(state)
+            raise_infeasible(state, self.pipelines.stage_search.placement.refusal)
         assert state.best is not None
         return result_of(state, state.best, interrupted)
 
@@ -107,7 +72,9 @@ class _Search:
         report_grid(state)
         interrupted = False
         try:
-            self._solve()
+            for solution in self._solutions():
+                self._take(solution)
+            tighten(state, self._tasks)
         except KeyboardInterrupt:
             if state.best is None:
                 raise
@@ -119,54 +86,26 @@ class _Search:
             self._take(warm_start_solution(state))
         return interrupted
 
-    def _solve(self) -> None:
-        """Solve meshes of at most one model axis first: such problems are small, and what they give prunes most of the others.
-        Before the pipelines one point of each mesh: without a plan none of them is pruned."""
-        state = self.state
-        self._solve_data_parallel()
-        for wide in (False, True):
-            members = [each for each in state.points if (len(each.point.mesh.axes) > 2) == wide]
-            self.bounds.bound(members)
-            if wide:
-                self.bounds.tighten_pipelines()
-            self._warm_start(members)
-            if not wide:
-                self._solve_points(self._one_of_each_mesh(members))
-                self._solve_pipelines()
-            self._solve_points(members)
-        self.bounds.tighten()
+    def _solutions(self) -> Iterator[MeshSolution]:
+        """Solve the points, and yield what comes of them. Meshes of at most one model axis first: such problems are small, and
+        what they give prunes most of the others. Of these one point of each mesh before the pipelines, of which none is pruned
+        without a plan; and where pipelines are better, most meshes need not be solved."""
+        state, meshes, pipelines = self.state, self.meshes, self.pipelines
+        wide = [each for each in state.mesh_points if len(each.point.mesh.axes) > 2]
+        narrow = [each for each in state.mesh_points if len(each.point.mesh.axes) <= 2]
+        meshes.solve_data_parallel()
+        meshes.bounds.bound(narrow)
+        yield from meshes.warm_starts(narrow)
+        yield from meshes.solve(meshes.one_of_each(narrow))
+        pipelines.bounds.bound(state.pipeline_points)
+        yield from pipelines.solve(state.pipeline_points)
+        yield from meshes.solve(narrow)
+        meshes.bounds.bound(wide)
+        yield from meshes.warm_starts(wide)
+        yield from meshes.solve(wide)
 
-    def _one_of_each_mesh(self, members: Sequence[SearchPoint]) -> list[SearchPoint]:
-        """The point with the least bound of every mesh whose problem is not large."""
-        points: dict[Mesh, SearchPoint] = {}
-        for each in self.state.pending_points(members):
-            if not self.state.is_large(each):
-                points.setdefault(each.point.mesh, each)
-        return list(points.values())
-
-    def _solve_points(self, members: Sequence[SearchPoint]) -> None:
-        state = self.state
-        for each in state.pending_points(members):
-            if not self.memory_binds and not state.is_pruned(each):
-                self._solve_without_memory(each)
-        self._solve_all_with_memory(state.pending_points(members))
-
-    def _solve_all_with_memory(self, order: Sequence[SearchPoint]) -> None:
-        """Solve one point after the other, unless those before prune it; other processes begin with the next ones."""
-        state = self.state
-        reads = lambda each: (state.best_seconds(), self.slow_variables)  # noqa: E731
-        with Lookahead(self._solved_with_memory, state.options.processes, reads) as ahead:
-            for number, each in enumerate(order):
-                if not state.is_pruned(each):
-                    rest = (other for other in order[number + 1 :] if not state.is_pruned(other))
-                    upcoming = (other for other in rest if state.is_worth_a_copy(other))
-                    self._take_outcome(each, ahead.result(each, upcoming))
-
-    def _take_outcome(self, each: SearchPoint, outcome: _PointOutcome) -> None:
-        each.solution, each.done = outcome.solution, outcome.done
-        self.slow_variables = min(self.slow_variables, outcome.slow_variables)
-        if outcome.ran:
-            self._take(outcome.solution)
+    def _tasks(self, each: SearchPoint, enough: float) -> Iterator[BoundTask]:
+        return (self.pipelines if each.is_pipeline else self.meshes).bounds.tasks(each, enough)
 
     def _check_rules(self) -> None:
         if not self.state.options.strict:
@@ -193,120 +132,3 @@ class _Search:
             return
         self.state.offer(solution)
         report_solution(self.state, solution)
-
-    # -- steps
-
-    def _solve_data_parallel(self) -> None:
-        """Solve plain data parallelism over all devices, DDP and FSDP, in as few micro-batches as fit."""
-        state = self.state
-        mesh = mesh_of(state.cluster.size)
-        if state.graph.batch % mesh.size or state.options.stored:  # which is of one mesh
-            return
-        counts = sorted({each.point.micro_batches for each in state.points if each.point.mesh == mesh} or {1})
-        tables = ProblemTables(state.graph, state.cluster, replace(state.options, pins={}), state.registry)
-        for zero in (0, 3):
-            for count in counts:
-                solution = MeshSolution(mesh, micro_batches=count)
-                problem = tables.problem(GridPoint(mesh, count), (zero,))
-                state.solver(problem, solution).solve_without_memory(state.seconds_left())
-                if solution.solved:
-                    if not state.forced:
-                        state.offer(solution)
-                    break
-
-    def _solve_pipelines(self) -> None:
-        """Solve pipelines beside the meshes of their stages: where they are better, most meshes need not be solved."""
-        for solution in self.state.pipelines.run(self.state.best_seconds):
-            self._take(solution)
-
-    def _warm_start(self, members: Sequence[SearchPoint]) -> None:
-        """Look for plans that fit, for large problems before they are solved under memory. Not for a forced axis: what it may
-        leave replicated is part of the problem."""
-        state = self.state
-        if state.forced:
-            return
-        plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
-
-        def solve(each: SearchPoint) -> MeshSolution | None:
-            solution = plans.fastest_fitting(each.point)
-            if solution is not None:
-                solution.bound_seconds = each.bound_seconds
-            return solution
-
-        order = [each for each in state.pending_points(members) if state.is_large(each)]
-        with Lookahead(solve, state.options.processes) as ahead:
-            for number, each in enumerate(order):
-                if state.is_pruned(each):
-                    continue
-                solution = ahead.result(each, (other for other in order[number + 1 :] if not state.is_pruned(other)))
-                if solution is None:
-                    continue
-                each.warm_start_seconds = solution.step_seconds or 0.0
-                if 0 < each.warm_start_seconds < state.best_seconds():
-                    self._take(solution)
-
-    def _solve_without_memory(self, each: SearchPoint) -> None:
-        """Solve without the memory constraint, unless bounds show that such a plan does not fit."""
-        state = self.state
-        problem = state.tables.problem(each.point)
-        if unavoidable_shortage_bytes(problem) > 0:
-            return
-        if memory_bound(replace(problem, zeros=(min(problem.zeros),)), (), each.point.micro_batches, {1.0: 0.0}) == inf:
-            return  # it would replicate what does not fit
-        bound = each.bound_seconds
-        state.solver(problem, each.solution).solve_without_memory(state.seconds_left())
-        each.raise_bound(bound)
-        state.offer(each.solution)
-        if each.solution.solved:
-            each.done = True
-            self._prune_more_micro_batches(each)
-        else:
-            self.memory_binds = True
-        report_solution(state, each.solution)
-
-    def _prune_more_micro_batches(self, solved: SearchPoint) -> None:
-        """Prune more micro-batches: they are not faster where the fewer ones fit, but for measured prices that say so."""
-        if self.state.cluster_for_bounds != self.state.cluster:
-            return
-        for each in self.state.points:
-            same = (each.point.mesh, each.point.zero_group) == (solved.point.mesh, solved.point.zero_group)
-            if same and not each.done and each.point.micro_batches % solved.point.micro_batches == 0:
-                each.raise_bound(solved.bound_seconds)
-                each.settle(Status.PRUNED, f"{solved.point.micro_batches} micro-batches are no slower, and fit")
-
-    def _solved_with_memory(self, each: SearchPoint) -> _PointOutcome:
-        ran = self._solve_with_memory(each)
-        return _PointOutcome(each.solution, each.done, ran, self.slow_variables)
-
-    def _solve_with_memory(self, each: SearchPoint) -> bool:
-        """Solve under the memory constraint, and return whether the ILP ran. Before that the sharper bound of this number of
-        micro-batches, and where the problem is large, the linear relaxation: only what may be better by `min_improvement_large`
-        is solved then."""
-        state = self.state
-        problem = state.tables.problem(each.point)
-        if each.point.micro_batches > 1:
-            self.bounds.bound_by_flow(each, problem)
-        solver = state.solver(problem, each.solution)
-        if state.is_large(each) and not state.is_pruned(each):
-            variables = state.variables[each.point.mesh]
-            hopeless = each.warm_start_seconds > _MAX_WARM_START_RATIO * state.best_seconds()
-            if hopeless or variables >= self.slow_variables:
-                return False  # it stays with the bound that it has
-            left = state.seconds_left()
-            relaxed_seconds = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
-            if relaxed_seconds is None and state.best is not None:
-                self.slow_variables = _SLOW_SHARE * variables
-                return False
-            each.solution.bound_seconds = relaxed_seconds or each.bound_seconds
-        if each.bound_seconds == inf:
-            each.settle(Status.INFEASIBLE)
-        if state.is_pruned(each):
-            return False
-        bound = each.bound_seconds
-        hurry = state.best is not None and not state.forced
-        iterations = _MEMORY_ITERATIONS if hurry else inf
-        solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds(), iterations)
-        if each.solution.status is not Status.INFEASIBLE:
-            each.raise_bound(bound)
-        each.done = True
-        return True

@@ -24,9 +24,10 @@ _MESHES = 8
 
 def report_grid(state: SearchState) -> None:
     """Report how many candidates there are."""
-    meshes, pipelines = {each.point.mesh for each in state.points}, state.pipelines.all_solutions
+    points, pipelines = state.mesh_points, state.pipeline_points
+    meshes = {each.point.mesh for each in points}
     piped = f", {len(pipelines)} pipelines" if pipelines else ""
-    state.progress(f"grid: {len(state.points)} candidates on {len(meshes)} meshes of {state.cluster.size} devices{piped}")
+    state.progress(f"grid: {len(points)} candidates on {len(meshes)} meshes of {state.cluster.size} devices{piped}")
 
 
 def report_solution(state: SearchState, solution: MeshSolution) -> None:
@@ -47,13 +48,15 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
 
 
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
-    """Return the best plan with its certificate. What was not solved in time is pruned by its bound, or says why it was not
-    tried."""
+    """Return the best plan with its certificate. What was not solved is pruned by its bound, or says why it was not tried, unless
+    time ended before it was left out."""
     assert best.candidate is not None and best.evaluation is not None
+    whole = not interrupted and state.seconds_left() > 0
     for each in state.points:
-        if not each.done and not interrupted and state.seconds_left() > 0:
+        if not each.done and (whole or each.left_out):
             each.solution.leave(state.best_seconds(), state.options.min_improvement, state.why_not_tried(each))
-    solutions = [*(each.solution for each in state.points), *state.pipelines.finished(state.best_seconds())]
+    priced = (each for each in state.fitting if each.stages > 1)  # of which a point has one for each schedule
+    solutions = [*(each.solution for each in state.points), *priced]
     pruned, not_tried = (sum(each.status is status for each in solutions) for status in (Status.PRUNED, Status.NOT_TRIED))
     solved = sum(each.solved for each in solutions)
     state.progress(
@@ -87,9 +90,10 @@ def _limit(state: SearchState, interrupted: bool) -> str:
     return f"the time limit of {state.options.time_limit_seconds:g} s" if state.out_of_time else ""
 
 
-def raise_infeasible(state: SearchState) -> None:
-    """Raise Infeasible, with what is short and which changes would do."""
-    refused = next((text for text in _refusals(state) if text), "")
+def raise_infeasible(state: SearchState, pipeline_refusal: str) -> None:
+    """Raise Infeasible, with what is short and which changes would do; PlanError where plans were left out that do not obey a
+    forced degree, pipelines by `pipeline_refusal`."""
+    refused = next((each.solution.refusal for each in state.points if each.solution.refusal), pipeline_refusal)
     if refused:
         pinned = "; ".join(constraint_texts(state.options.pins))
         raise PlanError(f"{refused}; pinned are {pinned}" if pinned else refused)
@@ -97,7 +101,7 @@ def raise_infeasible(state: SearchState) -> None:
         if state.seconds_left() <= 0:
             raise Infeasible(_out_of_time(state))
         raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry))
-    if any(each.solution.status is Status.TIMEOUT for each in state.points):
+    if any(each.solution.status is Status.TIMEOUT for each in state.mesh_points):
         raise Infeasible(_out_of_time(state))
     raise Infeasible(explanation(state.graph, state.cluster, state.options, state.registry, _nearest_solvers(state)))
 
@@ -106,25 +110,18 @@ def _out_of_time(state: SearchState) -> str:
     return f"no plan for {state.graph.name} within {state.options.time_limit_seconds:g} s: raise the time limit"
 
 
-def _refusals(state: SearchState) -> Iterator[str]:
-    """Yield the reasons why plans were left out that do not obey a forced degree."""
-    yield from (each.solution.refusal for each in state.points)
-    yield state.pipelines.stage_search.placement.refusal
-
-
 def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
     """Yield what sizes forbid a forced axis of the best plan to shard."""
     axes = forced_axes(best.mesh, state.options.force)
     if axes:
         point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
-        problem = state.pipelines.problem(point) if best.stages > 1 else state.tables.problem(point)
-        yield from forced_axis_notes(problem, axes, constraint_texts(state.options.pins))
+        yield from forced_axis_notes(state.problem(point), axes, constraint_texts(state.options.pins))
 
 
 def _nearest_solvers(state: SearchState) -> list[MeshSolver]:
     """Return solvers of what lacks least, and by how much: per mesh the smallest micro-batches, all state sharded."""
     nearest: dict[Mesh, SearchPoint] = {}
-    for each in state.points:
+    for each in state.mesh_points:
         first = nearest.setdefault(each.point.mesh, each)
         if (-each.point.micro_batches, each.point.zero_group) < (-first.point.micro_batches, first.point.zero_group):
             nearest[each.point.mesh] = each

@@ -9,6 +9,7 @@ and all ZeRO stages.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -17,13 +18,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.rules.registry import Registry
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT
+from autopar.solve.search_state import SearchState
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
-from autopar.solve.space.problem_tables import ProblemTables
 
 _MOST_MESHES = 6
 """Stage meshes that are looked at, few axes first."""
@@ -34,17 +34,18 @@ def least_memory_pipeline(
 ) -> MeshSolution | None:  # fmt: skip
     """Return the pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none."""
     try:
-        tables = ProblemTables(graph, cluster, options, registry)
-        search = PipelineSearch(graph, cluster, options, registry, tables, lambda: inf)
-        search.list_points()
+        everything = replace(options, batch=0, registry=registry, time_limit_seconds=inf)
+        state = SearchState(graph, cluster, everything, lambda line: None)
+        state.list_points()
     except AutoparError:
         return None
     best: MeshSolution | None = None
-    for point in _least_memory_points(search.points):
+    search = StageSearch(state.pipeline_graph, cluster, state.options, state.pipeline_tables, state.seconds_left)
+    for point in _least_memory_points(each.point for each in state.pipeline_points):
         if best is not None and best.solved:
             break
         try:
-            solution = _least(search.stage_search, point)
+            solution = _least(search, point)
         except AutoparError:
             continue
         if solution is not None and _obeys(solution, options) and (best is None or _peak(solution) < _peak(best)):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from autopar.cost_models.step.stage_devices import cluster_for_bounds
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.forked import Lookahead
+from autopar.solve.pipeline.pipeline_bounds import PipelineBounds
 from autopar.solve.pipeline.stage_placement import FamilyPlacement
 from autopar.solve.pipeline.stage_search import StageSearch
+from autopar.solve.search_state import SearchPoint
 from autopar.solve.space.grid import GridPoint
-from autopar.solve.space.pipeline_grid import ScheduleOption
+from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
 
 Estimates = list[tuple[float, GridPoint, ScheduleOption]]
 
@@ -20,13 +22,11 @@ _MAX_FAMILIES = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
-def rank_pipelines(
-    search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float, with_memory: Callable[[GridPoint], float]
-) -> Estimates:
-    """Return the estimated step of each point (with its lower bound) with each of its schedules, the shortest first, where it is
-    below `best_seconds`. `with_memory` gives a sharper bound. At most `_MAX_FAMILIES` families of points are placed, those with
-    the least bounds first. AutoparError where a forced schedule fits none of the points."""
-    estimates = _Ranking(search, points, best_seconds, with_memory).run()
+def rank_pipelines(search: StageSearch, bounds: PipelineBounds, points: Sequence[SearchPoint], best_seconds: float) -> Estimates:
+    """Return the estimated step of each point with each of its schedules, the shortest first, where it is below `best_seconds`.
+    At most `_MAX_FAMILIES` families of points are placed, those with the least bounds first. AutoparError where a forced
+    schedule fits none of the points."""
+    estimates = _Ranking(search, bounds, points, best_seconds).run()
     return sorted(estimates, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
@@ -34,16 +34,18 @@ class _Ranking:
     """The estimates of one search. `ratios`: what larger micro-batches showed of smaller ones, where these are never faster.
     `beyond`: what memory and the communication of state add to the bound of a point, which no bubble makes longer."""
 
-    def __init__(
-        self, search: StageSearch, points: Mapping[GridPoint, float], best_seconds: float,
-        with_memory: Callable[[GridPoint], float],
-    ) -> None:  # fmt: skip
-        self.search, self.placement, self.points, self.best_seconds = search, search.placement, points, best_seconds
-        self.with_memory, self.beyond = with_memory, dict[GridPoint, float]()
+    def __init__(self, search: StageSearch, bounds: PipelineBounds, points: Sequence[SearchPoint], best_seconds: float) -> None:
+        self.search, self.placement, self.bounds, self.best_seconds = search, search.placement, bounds, best_seconds
+        self.points = {each.point: each for each in points}
+        self.seconds = {each.point: each.bound_seconds for each in points}
+        self.beyond: dict[GridPoint, float] = {}
         self.ratios = BoundRatios(search.graph.batch)
         self.ratios_hold = cluster_for_bounds(search.cluster) == search.cluster
-        order = sorted(points, key=lambda each: (points[each], -self.ratios.examples(each)))
-        self.schedules = dict(search.with_schedules(order))
+        order = sorted(self.points, key=lambda each: (self.seconds[each], -self.ratios.examples(each)))
+        self.schedules = {point: bounds.schedules(point) for point in order}
+        if not any(self.schedules.values()):
+            for point in sorted(order, key=lambda each: -each.micro_batches)[:1]:
+                schedule_options(search.graph, point, search.options.force, search.options.schedule)  # says why not
 
     def run(self) -> Estimates:
         """Estimate point by point; other processes begin with the placements of the next ones."""
@@ -61,7 +63,7 @@ class _Ranking:
                         if placed == _MAX_FAMILIES:
                             continue
                         if self.best_seconds < inf:
-                            self.beyond[point] = self.with_memory(point) - self.points[point]
+                            self.beyond[point] = self.bounds.with_memory(self.points[point]) - self.seconds[point]
                         if not self._open_schedules(point):
                             continue
                         upcoming = self._unknown_families(point, order[number + 1 :])
@@ -75,7 +77,7 @@ class _Ranking:
 
     def _least(self, point: GridPoint, option: ScheduleOption) -> float:
         shared = max(1.0, self.search.cluster.device.ranks_per_core)
-        return self.points[point] * max(1.0, bubble_factor(point, option) / shared)
+        return self.seconds[point] * max(1.0, bubble_factor(point, option) / shared)
 
     def _open_schedules(self, point: GridPoint) -> list[ScheduleOption]:
         """Return the schedules that bound, bubble and ratios do not prune."""

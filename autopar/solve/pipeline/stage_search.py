@@ -1,9 +1,9 @@
 """The stage search: placements of the blocks are solved once for each stage mesh and micro-batch, a dynamic program partitions
-the calls into model chunks, and the evaluator prices the pipelines with the least estimates."""
+the calls into model chunks, and the evaluator prices the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +15,6 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
-from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
@@ -29,17 +28,8 @@ from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
 from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
-from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
+from autopar.solve.space.pipeline_grid import ScheduleOption
 from autopar.solve.space.problem_tables import ProblemTables
-
-_MOST_PRICED = 16
-"""At most so many pipelines are partitioned and priced."""
-
-_MOST_PER_MESH = 4
-"""And at most so many of one stage mesh and number of stages, unless one of them is the best."""
-
-_WORTH_PRICING = 1.04
-"""Estimates that are not above the best plan by more than that are worth pricing."""
 
 _ATTEMPTS = 3
 """Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
@@ -55,42 +45,6 @@ class StageSearch:
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
         self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
         self._allowed: Matrix | None = None
-        self.priced: set[GridPoint] = set()
-
-    def with_schedules(self, points: Sequence[GridPoint]) -> list[tuple[GridPoint, tuple[ScheduleOption, ...]]]:
-        """The points with as many micro-batches as a forced schedule takes."""
-        out, refused = [], dict[int, PlanError]()
-        for point in points:
-            try:
-                out.append((point, schedule_options(self.graph, point, self.options.force, self.options.schedule)))
-            except PlanError as error:
-                refused[point.micro_batches] = error
-        if refused and not out:
-            raise refused[max(refused)]
-        return out
-
-    def solutions(
-        self, estimates: Sequence[tuple[float, GridPoint, ScheduleOption]], best_seconds: float
-    ) -> Iterator[MeshSolution]:
-        """The pipelines of `estimates`, partitioned and priced; those that fit."""
-        tried: dict[object, int] = {}
-        count = 0
-        for seconds, point, option in estimates:
-            key = point.mesh, point.stages
-            if seconds >= best_seconds * _WORTH_PRICING or self.seconds_left() <= 0 or count >= _MOST_PRICED:
-                return
-            if tried.get(key, 0) >= _MOST_PER_MESH:
-                continue
-            tried[key] = tried.get(key, 0) + 1
-            count += 1
-            self.priced.add(point)
-            result = self.solve_point(point, option)
-            if result is not None:
-                yield result
-                if result.evaluation is not None and result.evaluation.step_seconds < best_seconds:
-                    best_seconds, tried[key] = result.evaluation.step_seconds, 0
-
-    # -- one point
 
     def placed(self, point: GridPoint, option: ScheduleOption) -> PlacedPoint | None:
         """Place the blocks of a point, priced as they run under one of its schedules; None where time ends first."""

@@ -8,21 +8,19 @@ from random import Random
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
+from support.plans.pipeline_grid import PipelineGrid
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import stage_traces
 from autopar.ir.plan import Pipeline
-from autopar.rules.registry import default_registry
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.bounds.call_state import CallState, undominated
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
 from autopar.solve.bounds.working_set import least_working_bytes
-from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
-from autopar.solve.space.problem_tables import ProblemTables
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,8 @@ def test_dominated_state_is_left_out() -> None:
 def test_no_backward_works_with_less() -> None:
     """Of the blocks of pipelines that the search finds."""
     graph = gpt2_graph(layers=6, hidden=128, heads=4, vocabulary=512, seq=64, batch=8)
-    cluster, options, registry = replace(Cluster.parse("dgx-h100:1"), size=4), SearchOptions(), default_registry()
-    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
-    search.list_points()
+    cluster, options = replace(Cluster.parse("dgx-h100:1"), size=4), SearchOptions()
+    search = PipelineGrid(graph, cluster, options)
     ratios = []
     for point in search.points:
         problem = search.problem(point)

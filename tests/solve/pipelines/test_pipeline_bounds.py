@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
+from support.plans.pipeline_grid import PipelineGrid
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.overlap import Overlap
@@ -28,16 +29,17 @@ from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.pipeline import pipeline_search
-from autopar.solve.pipeline.pipeline_bound import StageRelaxation, relaxed_calls, with_traded_lines
-from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.pipeline import pipeline_bounds
+from autopar.solve.pipeline.pipeline_bounds import ScheduleReport
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
-from autopar.solve.pipeline.tighten import BoundTightening, TightenedBounds, TighteningSteps
+from autopar.solve.pipeline.stage_relaxation import StageRelaxation, relaxed_calls, with_traded_lines
 from autopar.solve.problem.problem import Problem
+from autopar.solve.search_state import SearchPoint
 from autopar.solve.space.grid import GridPoint, grid_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption, schedule_options
 from autopar.solve.space.problem_tables import ProblemTables
+from autopar.solve.tighten import BoundTask, tasks_beside
 
 SCHEDULES = [(2, 1, "1f1b", 4), (4, 1, "1f1b", 4), (4, 2, "1f1b", 8), (4, 1, "zb-h1", 8), (4, 2, "zbv", 8), (3, 4, "1f1b", 6)]
 
@@ -186,16 +188,15 @@ def test_forward_and_backward_of_a_block_are_bounded_apart_and_together() -> Non
             assert whole == pytest.approx(FlowRelaxation(problem, (name,)).bound(10.0), rel=1e-4)
 
 
-def _pipelines(batch: int = 8) -> PipelineSearch:
+def _pipelines(batch: int = 8) -> PipelineGrid:
     graph = gpt2_graph(layers=6, hidden=128, heads=4, vocabulary=512, seq=64, batch=batch)
-    cluster, options, registry = replace(Cluster.parse("local:4"), size=4), SearchOptions(), default_registry()
-    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
-    search.list_points()
-    return search
+    return PipelineGrid(graph, replace(Cluster.parse("local:4"), size=4), SearchOptions())
 
 
-def sharp_bound(search: PipelineSearch, points: tuple[GridPoint, ...], best_seconds: float) -> float:
-    return min(search.schedule_bound(points, option, ScheduleDetail.FINE, best_seconds)[1] for option in search.schedules(points))
+def sharp_bound(search: PipelineGrid, points: tuple[GridPoint, ...], best_seconds: float) -> float:
+    return min(
+        search.schedule_bound(points, option, ScheduleDetail.FINE, best_seconds)[1] for option in search.schedules(points[0])
+    )
 
 
 def relaxation_of(problem: Problem, point: GridPoint, cluster: Cluster) -> StageRelaxation:
@@ -205,8 +206,8 @@ def relaxation_of(problem: Problem, point: GridPoint, cluster: Cluster) -> Stage
 
 def test_blocks_are_relaxed_where_operations_alone_do_not_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     relaxed: list[int] = []
-    original = pipeline_search.relaxed_calls
-    monkeypatch.setattr(pipeline_search, "relaxed_calls", lambda *given: relaxed.append(given[1]) or original(*given))
+    original = pipeline_bounds.relaxed_calls
+    monkeypatch.setattr(pipeline_bounds, "relaxed_calls", lambda *given: relaxed.append(given[1]) or original(*given))
     search = _pipelines()
     for point in search.points:
         search._relaxed.clear()
@@ -232,25 +233,30 @@ def test_who_waits_for_whom() -> None:
     """Beside a point other processes begin with one of each family that is not relaxed, and with those of relaxed ones that are
     looked at by their clock; coarse and fine ones are not worth a process."""
     search = _pipelines(batch=16)
-    known, nothing = search._memory_bounds.__contains__, TightenedBounds(0.0, 0.0, None)
-    how = TighteningSteps(search._with_memory, known, search.schedules, lambda task: nothing, search._family, search._relaxed)
-    tightening = BoundTightening(search.points, how, float("inf"))
-    order = tightening._order()
-    for point in order:
-        search._with_memory(point)
-    first, *others = (next(tightening._tasks_of(each)) for each in dict.fromkeys(tightening.groups.values()))
-    upcoming = list(tightening._upcoming(order, first))
-    assert len({search._family(each[0][0]) for each in (first, *upcoming)}) == len(upcoming) + 1 < len(others) + 1
-    sharp_bound(search, first[0], float("inf"))
-    family = search._family(first[0][0])
-    relaxed = [each for each in others if search._family(each[0][0]) == family]
-    assert relaxed and not set(relaxed) & set(tightening._upcoming(order, first))
-    tightening._done.update(relaxed)
-    fine = {next(tightening._tasks_of(members)) for members, *_ in relaxed}
-    assert {detail for *_, detail in fine} == {ScheduleDetail.FINE} and not fine & set(tightening._upcoming(order, first))
-    tightening._done.update(fine)
-    clocks = {next(tightening._tasks_of(members)) for members, *_ in relaxed}
-    assert {detail for *_, detail in clocks} == {ScheduleDetail.CLOCK} and clocks <= set(tightening._upcoming(order, first))
+    points = search.state.pipeline_points
+    for each in points:
+        search.with_memory(each)
+
+    def first_tasks(points: Sequence[SearchPoint]) -> list[BoundTask]:
+        return list(dict.fromkeys(next(search.tasks(each, float("inf"))) for each in points))
+
+    def upcoming() -> list[BoundTask]:
+        order = sorted(points, key=lambda each: each.bound_seconds)
+        return list(tasks_beside(first, (task for each in order for task in search.tasks(each, float("inf")))))
+
+    first, *others = first_tasks(points)
+    beside = upcoming()
+    assert len({task.makes for task in (first, *beside)}) == len(beside) + 1 < len(others) + 1
+    sharp_bound(search, (points[0].point,), float("inf"))
+    family = search.family(points[0].point)
+    relaxed = [each for each in points if search.family(each.point) == family]
+    for detail in (ScheduleDetail.COARSE, ScheduleDetail.FINE):
+        tasks = first_tasks(relaxed)
+        assert {task.key[2] for task in tasks} == {detail} and not set(tasks) & set(upcoming())
+        for task in tasks:
+            task.take(ScheduleReport(0.0, 0.0, None))
+    clocks = set(first_tasks(relaxed))
+    assert len(clocks) > 1 and {task.key[2] for task in clocks} == {ScheduleDetail.CLOCK} and clocks <= set(upcoming())
 
 
 def test_state_and_memory_prices_no_operation() -> None:
@@ -258,7 +264,7 @@ def test_state_and_memory_prices_no_operation() -> None:
     search = _pipelines()
     families: dict[object, list[GridPoint]] = {}
     for each in search.points:
-        families.setdefault(search._family(each), []).append(each)
+        families.setdefault(search.family(each), []).append(each)
     first, second = next(each[:2] for each in families.values() if len({one.mesh for one in each}) > 1 and len(each) > 1)
     sharp_bound(search, (first,), float("inf"))
     sharp_bound(search, (second,), float("inf"))
@@ -275,9 +281,8 @@ def test_no_pipeline_is_below_its_bound(text: str, memory_bytes: int) -> None:
     if memory_bytes:
         device = replace(cluster.device, memory_bytes=cluster.device.base_bytes + memory_bytes, communicator_bytes=0)
         cluster = replace(cluster, device=device, host=None)
-    options, registry = SearchOptions(), default_registry()
-    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
-    search.list_points()
+    options = SearchOptions()
+    search = PipelineGrid(graph, cluster, options)
     priced, above = 0, 0
     for point in search.points:
         problem = search.problem(point)
@@ -308,9 +313,8 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
     node = Cluster.parse("dgx-h100:1")
     links = tuple(link.scaled(1 / 400) for link in node.links)
     cluster = replace(node, size=4, links=links, overlap=replace(node.overlap, contention=contention))
-    options, registry = SearchOptions(force={"zero": zero, "dp": 2, "pp": 2}), default_registry()
-    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
-    search.list_points()
+    options = SearchOptions(force={"zero": zero, "dp": 2, "pp": 2})
+    search = PipelineGrid(graph, cluster, options)
     priced = 0
     for point in search.points:
         relaxation = relaxation_of(search.problem(point), point, cluster)
@@ -329,9 +333,8 @@ def test_communication_of_state_that_hides_counts_once(zero: int, contention: fl
 def test_no_stage_sends_in_less(text: str) -> None:
     """Every cut of every pipeline of the grid, by the evaluator's own transfers."""
     graph = gpt2_graph(layers=6, hidden=128, heads=4, vocabulary=512, seq=64, batch=8)
-    cluster, options, registry = replace(Cluster.parse(text), size=4), SearchOptions(), default_registry()
-    search = PipelineSearch(graph, cluster, options, registry, ProblemTables(graph, cluster, options, registry), lambda: 60.0)
-    search.list_points()
+    cluster, options = replace(Cluster.parse(text), size=4), SearchOptions()
+    search = PipelineGrid(graph, cluster, options)
     ratios = []
     for point in search.points:
         least = stage_transfers(search.problem(point), cluster, point.stages)

@@ -72,12 +72,12 @@ def test_what_cannot_be_sent_is_done_here() -> None:
 def test_a_loop_looks_ahead_and_ends_what_nobody_asks_for() -> None:
     here = os.getpid()
 
-    def work(item: list[int]) -> tuple[int, int]:
-        if item == [2]:
+    def work(item: tuple[int]) -> tuple[int, int]:
+        if item == (2,):
             time.sleep(600)
         return item[0], os.getpid()
 
-    items = [[0], [1], [2], [3]]
+    items = [(0,), (1,), (2,), (3,)]
     with Lookahead(work, 2) as ahead:
         assert ahead.result(items[0], items[1:]) == (0, here)
         number, process = ahead.result(items[1], items[2:])
@@ -89,7 +89,7 @@ def test_a_loop_looks_ahead_and_ends_what_nobody_asks_for() -> None:
 def test_what_a_copy_read_must_still_hold() -> None:
     """A copy that began before the loop learned something is no answer to what is asked now."""
     here, best = os.getpid(), [10.0]
-    items = [[0], [1], [2]]
+    items = [(0,), (1,), (2,)]
     with Lookahead(lambda item: (item[0], best[0], os.getpid()), 2, lambda item: best[0]) as ahead:
         assert ahead.result(items[0], items[1:]) == (0, 10.0, here)
         best[0] = 5.0
