@@ -1,6 +1,6 @@
 """Asynchronous tensor parallelism of compiled blocks: which collectives run in pieces with products, with the numbers of one
-process. The operators are those of torch, in its test mode, with its functional implementations for CPUs. The graphs of inductor run
-as they are, and as its kernels in slow tests."""
+process. The operators are those of torch, in its test mode, with its functional implementations for CPUs. The graphs of inductor
+run as they are, and as its kernels in slow tests."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ MODULES = (
     "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
     "support.harness.launch", "support.harness.rank_pool", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-"""Imported before the forks: torch, ours and what tests use. (A model of transformers takes each rank that makes one 2 s of imports,
-and most sets of ranks meet one.)"""
+"""Imported before the forks: torch, ours and what tests use. A rank that makes a model of transformers would import for 2 s, and
+most sets of ranks have such ranks."""
 _REQUEST_BYTES = 1 << 16
 
 
