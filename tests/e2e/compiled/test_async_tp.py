@@ -158,7 +158,7 @@ def sequence_parallel_program(prepared: Prepared) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_model_in_pieces_equals_one_process(how: str, ranks: RankPool) -> None:
-    prepared = prepare("llama", batch=4)
+    prepared = prepare("llama")
     text = sequence_parallel_program(prepared)
     for outcome, fused in ranks.run(steps_in_pieces, how, text, prepared.state, prepared.batch, world=2, timeout=500):
         assert not differences(outcome, prepared.expected, 1e-9), text
