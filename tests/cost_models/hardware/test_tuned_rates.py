@@ -20,7 +20,6 @@ from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 
 
-
 def graph() -> Graph:
     return prepare("gpt2").graph
 
