@@ -133,10 +133,9 @@ def parallelize(
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With
-    `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs, where it makes one graph of
-    each block). With `proof` the program is proven
-    equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is not
-    proven. `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for
+    `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs). With `proof` the program is
+    proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
+    not proven. `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for
     `new_tokens` decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is

@@ -58,8 +58,7 @@ class PlanOptions:
     batch_dim: the tensor dimension of the batch, of all inputs or by argument (None: 0).
     batch: global batch in examples (None: that of the example inputs).
     seq, name, source: tokens of a sequence, name and origin of the model, which stand in the plan's description.
-    compile: whether torch.compile compiles the program's blocks, and prices are those of compiled ones (None: on GPUs, where it
-        makes one graph of each block).
+    compile: whether torch.compile compiles the program's blocks, and prices are those of compiled ones (None: on GPUs).
     processes: of the search, forked from this one.
     mode: ``"training"``, or ``"inference"``: a forward without gradients, of a model in evaluation.
     new_tokens: of each sequence after its prompt, which are decoded with a key-value cache (0: nothing is decoded).

@@ -12,7 +12,6 @@ from torch import nn
 
 from autopar.capture.tracing.decode import inference
 from autopar.capture.tracing.trace import LossFunction
-from autopar.cost_models.compute.fusion import is_traced
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph
@@ -92,10 +91,9 @@ def make_plan(
     sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file with one of these (None: every
     sequence is one document). `memory_margin` is the share of each device's memory that the plan leaves free (None: that of the
     cluster's file, else `MEMORY_MARGIN`); `beside` are plans, or parallel models, of the same devices, to which it leaves the
-    peaks that they predict. `compile`: price the program as torch.compile makes it (None: on GPUs, where it makes one graph
-    of each block). A `force` that spells out a whole configuration
-    (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before. `processes`: of the
-    search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
+    peaks that they predict. `compile`: price the program as torch.compile makes it (None: on GPUs). A `force` that spells
+    out a whole configuration (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before.
+    `processes`: of the search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
 
     With `mode="inference"` the model is planned in evaluation and without gradients, with its weights stored in the dtype of
     `precision`. The example inputs are a prompt, after which `new_tokens` are decoded with a key-value cache: the plan has the
@@ -158,7 +156,7 @@ def nearest_plans(
     check_batch(graph, options)
     replicated_ops = warn_of_missing_rules(graph, registry(), options.strict)
 
-    devices = with_compilation(cluster, _is_compiled(options, precision, cluster, graph))
+    devices = with_compilation(cluster, _is_compiled(options, precision, cluster))
     return _search_plans(graph, devices, options, precision, replicated_ops, count, progress=progress, cache=cache)
 
 
@@ -204,12 +202,12 @@ def _search_plans(
     return plan, *(described(each, recipes) for each in other_results(batched, result, count - 1))
 
 
-def _is_compiled(options: PlanOptions, precision: Precision, cluster: Cluster, graph: Graph) -> bool:
-    """Return whether the blocks of the program are compiled: as the options say, else on GPUs where torch.compile makes one graph
-    of each block, and where products are in float8, whose casts cost more in eager mode than the products save."""
+def _is_compiled(options: PlanOptions, precision: Precision, cluster: Cluster) -> bool:
+    """Return whether the blocks of the program are compiled: as the options say, else on GPUs, and where products are in float8,
+    whose casts cost more in eager mode than the products save."""
     if options.compile is not None:
         return options.compile
-    return precision.float8 or (cluster.device.kind == "cuda" and all(map(is_traced, graph.blocks)))
+    return precision.float8 or cluster.device.kind == "cuda"
 
 
 def _with_schedule(

@@ -235,7 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--new-tokens", type=int, default=0, metavar="N", help="of inference: decoded after each prompt of --seq")
     plan.add_argument("--objective", default="latency", help="of inference: latency (default), or throughput: --batch and above")
     plan.add_argument("--batch-norm", default="global", help="global (default), or local: by each data rank")
-    compiled = "priced as torch.compile makes it, or not (default: on GPUs, where it makes one graph of each block)"
+    compiled = "priced as torch.compile makes it, or not (default: on GPUs)"
     plan.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
     plan.add_argument("--outputs", default="", metavar="logits,...", help="fields of the model's result beside the loss")
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")

@@ -159,10 +159,7 @@ FUNCTIONS = (
 )
 
 OPERATIONS = (
-    Operation(
-        MOE_EXPERTS, moe_experts_rule, functions=FUNCTIONS, flops=_flops, experts=True, untraced=True,
-        spelling=_expression,
-    ),
+    Operation(MOE_EXPERTS, moe_experts_rule, functions=FUNCTIONS, flops=_flops, experts=True, spelling=_expression),
     *(Operation(name, spelling=_expression) for name in ("ap.moe_experts_owned", DISPATCHED, EXPERTS_START)),
     Operation(EXPERTS_WAIT, spelling=function("C")),
     Operation("ap.expert_capacity", "... t! k! -> ... t! k!", spelling=function("C")),

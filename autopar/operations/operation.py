@@ -42,7 +42,6 @@ class Operation:
     experts: bool = False  # routed experts
     convolution: bool = False
     float8: bool = False  # of bfloat16 tensors, with products in float8
-    untraced: bool = False  # torch.compile makes no graph of it: how much it computes is data
     scaled: bool = False  # kernels of its own cast the operands to float8 (dynamic scaling)
     float32_sums: bool = False  # adds up parts of its results and gradients in float32
     splits_backward: bool = False  # the runtime can compute the gradient of the input first, and that of the weight later

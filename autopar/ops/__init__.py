@@ -62,7 +62,7 @@ def moe_experts(
 
         made: torch.Tensor = operators()[0](x, experts, weights, up, down, up_bias, down_bias, activation, layout, None)
         return made
-    from autopar.runtime.ops.experts import moe_experts as run
+    from autopar.runtime.ops.mixtures import moe_experts as run
 
     result: torch.Tensor = run(x, experts, weights, up, down, up_bias, down_bias, activation=activation, layout=layout)
     return result

@@ -15,8 +15,7 @@ from .ops.attention.dropout import attention_dropout
 from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows
 from .ops.control_flow import cond, while_loop
-from .ops.expert_parallel import moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
-from .ops.experts import expert_capacity, moe_experts
+from .ops.experts import expert_capacity
 from .ops.float8 import linear_float8_dynamic
 from .ops.functions import (
     constant,
@@ -28,6 +27,7 @@ from .ops.functions import (
     local_mean,
 )
 from .ops.losses import cross_entropy_sharded, cross_entropy_sum, linear_cross_entropy_sharded, linear_cross_entropy_sum
+from .ops.mixtures import moe_experts, moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
 from .ops.opaque import opaque
 from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo
 from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space

@@ -15,11 +15,6 @@ def is_streaming(node: Node) -> bool:
     return record.flops is None and not record.lookup and not record.loss
 
 
-def is_traced(block: Block) -> bool:
-    """Return whether torch.compile makes one graph of the block: no operation is sized by data."""
-    return not any(operation(node.op).untraced for node in block.nodes)
-
-
 def values_in_registers(block: Block) -> frozenset[str]:
     """Return the values, and views of them, that streaming operations make and only streaming operations read."""
     made: set[str] = set()

@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.ir.placement import parse_placement
 from autopar.runtime.comm.conversions import AxisOperation, apply_locally, join_shards, parse_conversion, split_shards
 from autopar.runtime.module import ParameterSpec
-from autopar.runtime.ops import expert_parallel, experts, functions, losses
+from autopar.runtime.ops import experts, functions, losses, mixtures
 
 Names = Sequence[str]
 
@@ -183,7 +183,7 @@ def _owned(*args: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
     def run(group: list[Any]) -> list[Tensor]:
         places = [SimpleNamespace(coordinate=rank, size=axis.size) for rank in range(axis.size)]
         return [
-            expert_parallel.moe_experts_owned(*each, axis=place, **options) for each, place in zip(group, places, strict=True)
+            mixtures.moe_experts_owned(*each, axis=place, **options) for each, place in zip(group, places, strict=True)
         ]  # type: ignore[arg-type]
 
     return _in_groups(axis, run, args)

@@ -23,6 +23,8 @@ from autopar.runtime.ops.expert_load import gather_expert_load, recording_copies
 from autopar.runtime.ops.experts import expert_capacity, moe_experts
 from autopar.runtime.step.recompute import Recompute
 
+PARTITIONED = "aot_eager_decomp_partition"
+"""AOTAutograd with the partition of inductor, and no kernels to compile."""
 LAYOUTS = ["halves", "interleaved", "plain", "halves transposed", "interleaved transposed", "plain transposed"]
 
 
@@ -133,6 +135,9 @@ def on_rank(given: Example, form: str, world: int, mode: str = "") -> tuple[Tens
                 lambda *args: run(function, Example(*args), axis=axis).sin(), *mine, use_reentrant=False
             )
             result = seen
+        elif mode == "compiled":
+            result = torch.compile(partial(run, function), backend=PARTITIONED, fullgraph=True)(mine, axis=axis)
+            seen = result.sin()
         else:
             result = run(function, mine, axis=axis)
             seen = result.sin() if dispatched else C.convert(result, axis, "P -> I").sin()
@@ -193,14 +198,39 @@ def test_owned(ranks: RankPool, route: str, world: int) -> None:
         torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "checkpoint"])
-def test_dispatched_again_in_the_backward(ranks: RankPool, mode: str) -> None:
-    given = routed("random")
+@pytest.mark.parametrize(
+    ("mode", "route"),
+    [("recompute", "random"), ("checkpoint", "random"), ("compiled", "random"), ("compiled", "first rank only")],
+)
+def test_dispatched_in_other_modes(ranks: RankPool, mode: str, route: str) -> None:
+    """Recomputed in the backward; and as operators of compiled code."""
+    given = routed(route)
     expected, grads = whole(given)
     answers = ranks.run(on_rank, given, "dispatched", 2, mode, world=2)
     torch.testing.assert_close(torch.cat([seen for seen, _, _ in answers]), expected, rtol=1e-12, atol=1e-12)
     for index, grad in enumerate(grads):
         torch.testing.assert_close(torch.cat([each[index] for _, each, _ in answers]), grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("biases", [(True, True), (False, True), (True, False)])
+def test_compiled(biases: tuple[bool, bool]) -> None:
+    """In one graph, with capacity, with frozen matrices, and without gradients."""
+    whole = example((2, 6))
+    given = whole._replace(**{name: None for name, there in zip(("up_bias", "down_bias"), biases, strict=True) if not there})
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(run, C.moe_experts), backend=PARTITIONED, fullgraph=True)
+    for frozen, options in ((False, {}), (False, {"capacity": 0.5}), (True, {})):
+        one, two = given.leaves(), given.leaves()
+        if frozen:
+            one, two = (each._replace(up=each.up.detach()) for each in (one, two))
+        found, expected = compiled(two, **options), run(moe_experts, one, **options)
+        torch.testing.assert_close(found, expected)
+        trained = [[x for x in each.tensors if x.requires_grad] for each in (one, two)]
+        gradients = [torch.autograd.grad(y.square().sum(), xs) for y, xs in zip((expected, found), trained, strict=True)]
+        for mine, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(two, **options), expected)
 
 
 def test_shapes_without_data() -> None:

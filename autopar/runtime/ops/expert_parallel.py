@@ -19,32 +19,19 @@ from ..compat.collectives import all_to_all, all_to_all_rows, wait_tensor
 from ..device.axis import AxisHandle
 from .expert_activations import ExpertActivation
 from .expert_load import record_copies
-from .experts import ExpertWeights, SortedCopies, compute_experts, moe_experts, sort_copies, sum_copies
+from .experts import ExpertWeights, SortedCopies, compute_experts, sort_copies, sum_copies
 
 
-@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
-def moe_experts_owned(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    *matrices: torch.Tensor | None,
-    axis: AxisHandle,
-    activation: str = "silu",
-    layout: str = "halves",
+def own_experts(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, own: ExpertWeights, inside: ExpertActivation, axis: AxisHandle
 ) -> torch.Tensor:
-    """The partial sum of `experts.moe_experts` over this rank's experts."""
-    if axis.size == 1:
-        alone: torch.Tensor = moe_experts(x, experts, weights, *matrices, activation=activation, layout=layout)
-        return alone
-    own = ExpertWeights(*matrices)  # type: ignore[arg-type]
+    """Return the partial sum of `experts.moe_experts` over this rank's experts."""
     number, k, width = own.up.shape[0], experts.shape[-1], x.shape[-1]
     ids = _slots(experts, axis).reshape(-1) - axis.coordinate * number
     ids = torch.where((ids < 0) | (ids > number), number, ids)
     order = sort_copies(ids, number, ids.shape[0] // axis.size)
     record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
-    return compute_experts(
-        ExpertActivation.of(activation, layout), x.reshape(-1, width), order, weights.reshape(-1), k, own
-    ).view(x.shape)
+    return compute_experts(inside, x.reshape(-1, width), order, weights.reshape(-1), k, own).view(x.shape)
 
 
 def _slots(experts: torch.Tensor, axis: AxisHandle) -> torch.Tensor:
@@ -112,8 +99,8 @@ class _Receive(torch.autograd.Function):
 
 
 class DispatchedTokens(NamedTuple):
-    """Copies of tokens in flight to their experts. `tokens` carry gradients; `order` says which copies they are,
-    `arrivals` how many came from each rank for each expert here."""
+    """Copies of tokens in flight to their experts, of which each rank has `number`. `tokens` carry gradients; `order` says which
+    copies they are, `arrivals` how many came from each rank for each expert here."""
 
     tokens: tuple[torch.Tensor, ...]
     send: list[int]
@@ -122,27 +109,15 @@ class DispatchedTokens(NamedTuple):
     order: SortedCopies
     shape: torch.Size
     k: int
+    number: int
     axis: AxisHandle
-    matrices: ExpertWeights
-    inside: ExpertActivation
 
 
-@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
-def moe_experts_start(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    *matrices: torch.Tensor | None,
-    axis: AxisHandle,
-    activation: str = "silu",
-    layout: str = "halves",
-) -> DispatchedTokens | torch.Tensor:
-    """Send this rank's tokens to their experts; `moe_experts_wait` returns the result."""
-    if axis.size == 1:
-        alone: torch.Tensor = moe_experts(x, experts, weights, *matrices, activation=activation, layout=layout)
-        return alone
-    own = ExpertWeights(*matrices)  # type: ignore[arg-type]
-    number, k = own.up.shape[0], experts.shape[-1]
+def dispatch_tokens(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, number: int, axis: AxisHandle
+) -> DispatchedTokens:
+    """Send this rank's tokens to their experts, of which each rank has `number`; `combine_tokens` returns the result."""
+    k = experts.shape[-1]
     order = sort_copies(_slots(experts, axis).reshape(-1), axis.size * number)
     ends = order.bounds[number - 1 :: number]
     send = [end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)]
@@ -153,44 +128,19 @@ def moe_experts_start(
     rows = apply(_Take, k, x.reshape(-1, x.shape[-1]), order.copies)
     scales = apply(_Take, 1, weights.reshape(-1, 1), order.copies)
     tokens = apply(_Send, send, receive, axis.group_name, rows, scales)
-    return DispatchedTokens(
-        tokens=tokens,
-        send=send,
-        receive=receive,
-        arrivals=arrivals,
-        order=order,
-        shape=x.shape,
-        k=k,
-        axis=axis,
-        matrices=own,
-        inside=ExpertActivation.of(activation, layout),
-    )
+    return DispatchedTokens(tokens, send, receive, arrivals, order, x.shape, k, number, axis)
 
 
-@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
-def moe_experts_wait(sent: DispatchedTokens | torch.Tensor) -> torch.Tensor:
-    """The result of the experts for the tokens that `moe_experts_start` sent."""
-    if isinstance(sent, torch.Tensor):
-        return sent
-    axis, number, device = sent.axis, sent.matrices.up.shape[0], sent.tokens[0].device
+def combine_tokens(sent: DispatchedTokens, own: ExpertWeights, inside: ExpertActivation) -> torch.Tensor:
+    """Return the result of the experts for the tokens that `dispatch_tokens` sent."""
+    axis, number, device = sent.axis, sent.number, sent.tokens[0].device
     rows, scales = apply(_Receive, sent.send, sent.receive, axis.group_name, *sent.tokens)
     every = torch.arange(number, device=device).repeat(axis.size)
     ids = every.repeat_interleave(torch.tensor(sent.arrivals, device=device), output_size=sum(sent.receive))
     order = sort_copies(ids, number)
     record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
-    results = compute_experts(sent.inside, rows, order, scales.reshape(-1), 1, sent.matrices)
+    results = compute_experts(inside, rows, order, scales.reshape(-1), 1, own)
     returning = apply(_Send, sent.receive, sent.send, axis.group_name, results)
     (back,) = apply(_Receive, sent.receive, sent.send, axis.group_name, *returning)
     result: torch.Tensor = apply(_Sum, sent.k, sent.shape[:-1].numel(), back, sent.order.copies)
     return result.view(sent.shape)
-
-
-@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
-def moe_experts_dispatched(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor | None, **options: Any
-) -> torch.Tensor:
-    """Return `experts.moe_experts` of this rank's tokens, with the options of `moe_experts_start`.
-
-    A dry run has no data that tells how many copies go where: equally many go to each rank.
-    """
-    return moe_experts_wait(moe_experts_start(x, experts, weights, *matrices, **options))  # type: ignore[no-any-return]

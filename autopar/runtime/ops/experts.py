@@ -139,7 +139,6 @@ def compute_experts(
     return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable(reason="the numbers of tokens of experts are data")  # type: ignore[untyped-decorator]
 def moe_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -176,7 +175,8 @@ def moe_experts_gradients(
     given."""
     with autograd_in_kernel():
         leaves = [None if each is None else each.detach().requires_grad_() for each in operands]
-        result = moe_experts(leaves[0], experts, *leaves[1:], activation=activation, layout=layout)
+        x, *others = leaves
+        result = moe_experts(x, experts, *others, activation=activation, layout=layout)  # type: ignore[arg-type]
         return list(torch.autograd.grad(result, [each for each in leaves if each is not None], grad))
 
 

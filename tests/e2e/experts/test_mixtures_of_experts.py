@@ -55,7 +55,8 @@ def test_equals_one_process(name: str, ranks: RankPool) -> None:
 @pytest.mark.parametrize("name", [*COVERING, "qwen3_moe"])
 def test_whole_matrix(name: str, ranks: RankPool) -> None:
     in_parts = not why_one_micro_batch(prepare(name).graph, default_registry())
-    check(name, tuple(form for form, (_, force) in FORMS.items() if in_parts or "micro" not in force), ranks)
+    forms = {form: force for form, (_, force) in FORMS.items() if force != {"dp": 1, "ep": 2}}  # two processes
+    check(name, tuple(form for form, force in forms.items() if in_parts or "micro" not in force), ranks)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +65,6 @@ def test_whole_matrix(name: str, ranks: RankPool) -> None:
 def test_reasons_against_micro_batches(name: str, reason: str) -> None:
     """Balancing losses are products of means over the batch, and a capacity over all tokens needs all tokens."""
     assert reason in why_one_micro_batch(prepare(name).graph, default_registry())
-
-
-def compiled_on_rank(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> Any:
-
-    parallel = parallel_model(text, state, compile="aot_eager")
-    loss = parallel(**batch)
-    loss.backward()
-    return loss.item(), parallel.full_gradients()
-
-
-@pytest.mark.slow
-def test_compiled_blocks_break_at_the_experts(ranks: RankPool) -> None:
-    prepared = prepare("routed")
-    text = text_of(prepared, "dispatched, dp=2,ep=2")
-    for loss, gradients in ranks.run(compiled_on_rank, text, prepared.state, prepared.batch, timeout=200):
-        wrong = differences((loss, gradients, {}, {}), prepared.expected, 1e-9, parameters=False)
-        assert not wrong, wrong[:5]
 
 
 def load_on_rank(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[Any]:

@@ -71,10 +71,11 @@ def trained_alone(model: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]
 
 
 def rebalanced_on_rank(
-    text: str, state: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]], loads: Sequence[Any], folder: str = ""
-) -> dict[str, Any]:
+    text: str, state: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]], loads: Sequence[Any], folder: str = "",
+    backend: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """Two steps, the first loads, two steps, the second loads, two steps."""
-    parallel = parallel_model(text, state)
+    parallel = parallel_model(text, state, compile=backend)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     losses, gradients, moved = [], [], []
     for step, batch in enumerate(batches):
@@ -147,6 +148,16 @@ def loaded_on_rank(text: str, state: Mapping[str, Tensor], folder: str) -> dict[
     parallel.load(folder, optimizer)
     full = parallel.full_optimizer_state(optimizer)
     return dict(losses=[], gradients=[], state=parallel.full_state(), optimizer=full)
+
+
+@pytest.mark.parametrize("plan", ["ep=4", pytest.param("tp=4", marks=pytest.mark.slow)])
+def test_compiled_programs(plan: str, ranks: RankPool) -> None:
+    """Experts change places between calls of compiled code."""
+    prepared, model = eight_experts()
+    text, batches = text_of(prepared, PLANS[plan][0]), batches_of(prepared)
+    expected, loads = trained_alone(model, batches), [[each, each[::-1]] for each in SKEWED]
+    for found in ranks.run(rebalanced_on_rank, text, prepared.state, batches, loads, "", "aot_eager", timeout=300):
+        assert not (wrong := differences_of(found, expected)), wrong[:5]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

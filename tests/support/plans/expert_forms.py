@@ -12,6 +12,7 @@ from autopar.ir.plan import Precision
 from autopar.operations.experts import FUNCTIONS, moe_experts_rule
 from autopar.operations.notation.rule import DerivedLine
 from autopar.rules.registry import Registry, default_registry
+from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from support.harness.end_to_end import Prepared, program
@@ -44,8 +45,8 @@ def only(form: str) -> Registry:
     return Registry(MappingProxyType({**registry.rules, OP: rule}))
 
 
-def text_of(prepared: Prepared, name: str, **further: int) -> str:
-    """The text of a program of this form, with further degrees."""
+def result_of(prepared: Prepared, name: str, **further: int) -> PlanResult:
+    """The plan of this form, with further degrees."""
     form, force = FORMS[name][0], FORMS[name][1] | further
     pins = {}
     if form == "dispatched":  # the experts' matrices are cut; then tokens are, too, or the matrices come together
@@ -57,7 +58,12 @@ def text_of(prepared: Prepared, name: str, **further: int) -> str:
     size = prod(force.get(axis, 1) for axis in ("dp", "ep", "tp"))
     result = search(prepared.graph, Cluster.parse(f"local:{size}"), options)
     assert not result.warnings, result.warnings
-    text = program(prepared, result)
+    return result
+
+
+def text_of(prepared: Prepared, name: str, **further: int) -> str:
+    """The text of a program of this form, with further degrees."""
+    text, form = program(prepared, result_of(prepared, name, **further)), FORMS[name][0]
     calls = {"owned": ["_owned"], "inside": [""], "dispatched": ["_dispatched", "_start"]}[form]
     assert any(f"C.moe_experts{call}(" in text for call in calls), text
     return text

@@ -1,0 +1,58 @@
+"""Compiled mixtures of experts: one graph of each block, with the numbers of one process, whatever is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from support.harness.comparison import differences
+from support.harness.end_to_end import prepare
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import Case, Outcome, train_compiled
+from support.plans.drawn_recomputation import with_kept
+from support.plans.expert_forms import result_of
+from torch._dynamo.utils import counters
+
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.program.build import program_text
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+PARTITIONED = "aot_eager_decomp_partition"
+"""AOTAutograd with the partition of inductor, and no kernels to compile."""
+FORMS = {
+    "routed": ("inside, dp=2,tp=2", "owned, dp=2,tp=2", "dispatched, ep=4", "dispatched, ep=2,tp=2"),
+    "routed_capacity": ("owned, dp=2,tp=2", "dispatched, ep=4"),
+    "deepseek_v3": ("dispatched, in micro-batches",),
+    "gpt_oss": ("dispatched, ep=2,tp=2",),
+}
+
+
+def train_in_graphs(cases: Sequence[Case], backend: str) -> tuple[list[Outcome], list[str]]:
+    """On a rank: what compiled programs give, what was said, and why torch.compile left a graph."""
+    counters.clear()
+    outcomes, said = train_compiled(cases, backend)
+    return outcomes, [*said, *counters["graph_break"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("routed", PARTITIONED), ("deepseek_v3", PARTITIONED), SLOW("routed_capacity", PARTITIONED), SLOW("gpt_oss", PARTITIONED),
+     SLOW("routed", "inductor"), SLOW("deepseek_v3", "inductor")],
+)  # fmt: skip
+def test_equals_one_process(name: str, backend: str, ranks: RankPool) -> None:
+    """Saving all, recomputing whole blocks, and single operations; every block is one graph."""
+    prepared = prepare(name)
+    texts = []
+    for form in FORMS[name][-1:] if backend == "inductor" else FORMS[name]:
+        plain = result_of(prepared, form).candidate
+        whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
+        some = with_kept(prepared.graph, plain, Cluster.parse(f"local:{plain.mesh.size}"), 1, share=0.3)
+        texts += [program_text(prepared.graph, each) for each in (plain, whole, some)]
+    cases = [(text, prepared.state, prepared.batch) for text in texts]
+    for outcomes, said in ranks.run(train_in_graphs, cases, backend, timeout=600):
+        for found, text in zip(outcomes, texts, strict=True):
+            wrong = differences(found, prepared.expected, 1e-9)
+            assert not wrong, f"{wrong[:5]}\n{text}"
+        assert not said
