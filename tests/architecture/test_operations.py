@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from support.sources import syntax_tree
 
 from autopar.operations.table import operations
@@ -56,12 +55,12 @@ def operations_named(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if name_of(path) not in NOT_YET], ids=name_of)
-def test_no_other_file_names_an_operation(path: Path) -> None:
-    found = operations_named(path)
-    assert not found, f"{name_of(path)} names {found}: ask autopar.operations.table.operation, or give its record a trait"
+def test_no_other_file_names_an_operation() -> None:
+    named = {name_of(path): operations_named(path) for path in sources() if name_of(path) not in NOT_YET}
+    wrong = [f"{name} names {each}" for name, each in named.items() if each]
+    assert not wrong, "ask autopar.operations.table.operation, or give its record a trait: " + "; ".join(wrong)
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_exceptions_are_needed(name: str) -> None:
-    assert operations_named(ROOT / name), f"{name} names no operation any more: take it from the list"
+def test_exceptions_are_needed() -> None:
+    unneeded = [name for name in NOT_YET if not operations_named(ROOT / name)]
+    assert not unneeded, f"{unneeded} name no operation any more: take them from the list"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -106,19 +107,37 @@ def called(words: list[str], folder: str) -> tuple[int, str]:
     return status, said.getvalue()[-4000:]
 
 
-def test_the_commands_in_order(tmp_path: Path, ranks: RankPool) -> None:
-    """All in one folder, which has the README's files; the first of autopar's and those of other programs as a reader types
-    them."""
+AS_TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) -m autopar (.*)")
+
+
+def launched(processes: str, words: str, folder: Path, ranks: RankPool) -> tuple[int, str]:
+    """As torchrun starts ``-m autopar``, on forked processes."""
+    script = folder / "module.py"
+    script.write_text("import sys\nfrom autopar.cli import main\nraise SystemExit(main(sys.argv[1:]))\n")
+    ended = launch(ranks, script, int(processes), *shlex.split(words), timeout=240)
+    return max(abs(each.status) for each in ended), "\n".join(each.stdout[-2000:] + each.stderr[-4000:] for each in ended)
+
+
+@pytest.mark.parametrize("all_typed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_commands_in_order(all_typed: bool, tmp_path: Path, ranks: RankPool) -> None:
+    """All in one folder, which has the README's files; the first of autopar's, that of torchrun which starts another program, and
+    the slow test's as a reader types them."""
     first = True
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README, re.S):
         (tmp_path / name).write_text(code)
     for command in commands(inline=False):
-        if command not in ELSEWHERE:
-            program, *words = shlex.split(command)
-            apart = program == "autopar" and not first
-            status, said = ranks.run_alone(called, words, str(tmp_path), timeout=240) if apart else typed(command, tmp_path)
-            first = first and program != "autopar"
-            assert status == 0, f"{command}\n{said}"
+        if command in ELSEWHERE:
+            continue
+        program, *words = shlex.split(command)
+        module = AS_TORCHRUN.fullmatch(command)
+        if all_typed or first and program == "autopar" or program != "autopar" and not module:
+            status, said = typed(command, tmp_path)
+        elif module:
+            status, said = launched(*module.groups(), tmp_path, ranks)
+        else:
+            status, said = ranks.run_alone(called, words, str(tmp_path), timeout=240)
+        first = first and program != "autopar"
+        assert status == 0, f"{command}\n{said}"
 
 
 def test_the_example_is_the_file() -> None:

@@ -55,7 +55,7 @@ def run(text: str, folder: str, **names: Any) -> dict[str, Any]:
 
 def test_scripts(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "network.py").write_text(NETWORK)
-    pages, folder, others = scripts(), str(tmp_path), RankPool()
+    pages, folder, others = scripts(), str(tmp_path), RankPool(ranks.template)
     try:
         with ThreadPoolExecutor(2) as threads:
             sent = threads.submit(ranks.run, run, pages["trainer.py"], folder, world=2, timeout=120)
@@ -87,7 +87,7 @@ def test_worker(ranks: RankPool, tmp_path: Path) -> None:
             shape = [rows, each.shape[1]] if fused else list(each.shape)
             shape[1 if re.search("o_proj|down_proj", name) else 0] //= 2 if re.search("o_proj|down|embed|lm_head", name) else 1
             parameters[re.sub("q_proj", "qkv_proj", re.sub("gate_proj", "gate_up_proj", name))] = torch.zeros(shape)
-    others = RankPool()
+    others = RankPool(ranks.template)
     try:
         with ThreadPoolExecutor(3) as threads:
             sent = threads.submit(ranks.run, send, text, state, "localhost:29778", world=2, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def same(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9)
 def compare(ranks: RankPool, axes: dict[str, int], zero: int, **options: Any) -> list[dict[str, Any]]:
     reference, data = model(), batches(4)
     state = copy.deepcopy(reference.state_dict())
-    answers = ranks.run(train, axes, zero, state, data, timeout=180, **options)
+    answers = ranks.run(train, axes, zero, state, data, world=prod(axes.values()), timeout=180, **options)
     options.pop("compile", None)
     expected = steps(reference, data, **options)
     with torch.no_grad():
@@ -110,8 +111,10 @@ def test_clipping(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     compare(ranks, axes, zero, max_norm=0.05)
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_compiled(ranks: RankPool, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("axes", "zero"), [({"dp": 2}, 3), *(pytest.param({"dp": 2, "tp": 2}, zero, marks=pytest.mark.slow) for zero in (0, 3))]
+)
+def test_compiled(ranks: RankPool, axes: dict[str, int], zero: int) -> None:
     """Three distinct blocks, four in all: while the model trains, each distinct one is compiled once."""
-    for found in compare(ranks, {"dp": 2, "tp": 2}, zero, compile="aot_eager"):
+    for found in compare(ranks, axes, zero, compile="aot_eager"):
         assert found["compilations"] == 3

@@ -167,7 +167,7 @@ def test_compiled(case: dict[str, int], ranks: RankPool) -> None:
 
 def test_compiled_casts_are_not_split_and_say_so(ranks: RankPool) -> None:
     state = model().state_dict()
-    cast = pipeline_text(MIXED, 4, dp=2, compute="bfloat16", master="float32")
+    cast = pipeline_text(MIXED, 4, compute="bfloat16", master="float32")
     half = {name: tensor.float() for name, tensor in state.items()}
-    found = ranks.run(compiled, [(cast, half, batch())], timeout=300)
+    found = ranks.run(compiled, [(cast, half, batch())], world=2, timeout=300)
     assert all(any("Layer is not split" in line for line in warned) for _, warned in found)

@@ -14,20 +14,23 @@ from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_tuned_line
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import ClusterError
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 
-GRAPH = prepare("gpt2").graph
+
+def graph() -> Graph:
+    return prepare("gpt2").graph
 
 
 def planned(cluster: Cluster, **force: int) -> Candidate:
-    options = SearchOptions(batch=GRAPH.batch, precision=Precision("float32", "float32"), force=dict(force))
-    return search(GRAPH, cluster, options).candidate
+    options = SearchOptions(batch=graph().batch, precision=Precision("float32", "float32"), force=dict(force))
+    return search(graph(), cluster, options).candidate
 
 
 def seconds(candidate: Candidate, cluster: Cluster, rates: TunedRates) -> float:
-    return evaluate(GRAPH, candidate, with_tuned_rates(cluster, rates)).step_seconds
+    return evaluate(graph(), candidate, with_tuned_rates(cluster, rates)).step_seconds
 
 
 @pytest.mark.parametrize("name", ["dgx-h100:1/1", "local:1"])
@@ -54,12 +57,12 @@ def test_a_fit_recovers_the_shares() -> None:
     steps = []
     for force in ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}):
         candidate = planned(cluster, **force)
-        steps.append(MeasuredStep(GRAPH, candidate, cluster, "adamw", seconds(candidate, cluster, truth)))
+        steps.append(MeasuredStep(graph(), candidate, cluster, "adamw", seconds(candidate, cluster, truth)))
     found = fit_steps(steps)
     assert found.device == pytest.approx(truth.device, rel=0.1) and found.network == pytest.approx(truth.network, rel=0.1)
     one = Cluster.parse("local:1")
     alone = planned(one)
-    quiet = fit_steps([MeasuredStep(GRAPH, alone, one, "adamw", seconds(alone, one, TunedRates(1.25)))])
+    quiet = fit_steps([MeasuredStep(graph(), alone, one, "adamw", seconds(alone, one, TunedRates(1.25)))])
     assert quiet.device == pytest.approx(1.25, rel=0.02) and quiet.network == 1.0
 
 

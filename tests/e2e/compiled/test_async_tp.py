@@ -1,5 +1,6 @@
 """Asynchronous tensor parallelism of compiled blocks: which collectives run in pieces with products, with the numbers of one
-process. The operators are those of torch, in its test mode, with its functional implementations for CPUs."""
+process. The operators are those of torch, in its test mode, with its functional implementations for CPUs. The graphs of inductor
+run as they are, and as its kernels in slow tests."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, prepare, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_pipelines
+from support.judges.inductor_graphs import run_and_get_graphs
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -38,6 +40,8 @@ SHAPES = ((WIDTH,), (16, WIDTH), (8, WIDTH), (8, WIDTH), (WIDTH, 16), (WIDTH,), 
 CUT = (None, 0, 0, 0, 1, None, 0, 0, 1)
 """Of each weight of the layer the dimension that the axis shards: two norms are whole."""
 FUSED = "fused_all_gather_matmul.default(", "fused_matmul_reduce_scatter.default("
+RUNS = {"graphs": run_and_get_graphs, "kernels": run_and_get_code}
+HOW = ("graphs", pytest.param("kernels", marks=pytest.mark.slow))
 
 
 @contextmanager
@@ -90,7 +94,7 @@ def gradients(run: Any, x: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad(result.square().sum(), leaves)]
 
 
-def layer_in_pieces(split: bool, every: bool) -> tuple[list[tuple[int, int]], float]:
+def layer_in_pieces(how: str, split: bool, every: bool) -> tuple[list[tuple[int, int]], float]:
     """On a rank: the fused all-gathers and reduce-scatters of forward and backward, and the largest relative difference of
     results and gradients from one process."""
     torch._dynamo.reset()
@@ -102,7 +106,7 @@ def layer_in_pieces(split: bool, every: bool) -> tuple[list[tuple[int, int]], fl
     backend = BlockBackend(compiler_named("inductor"), every, frozenset({(tp.group_name, 1)}))
     compiled = torch.compile(lambda x, w: layer(x, w, tp, split), backend=backend, fullgraph=True)
     with operators_for_cpus():
-        found, codes = run_and_get_code(lambda: gradients(compiled, x.chunk(2, 1)[tp.coordinate].contiguous(), own))
+        found, codes = RUNS[how](lambda: gradients(compiled, x.chunk(2, 1)[tp.coordinate].contiguous(), own))
     difference = 0.0
     for one, whole, at in zip(found, expected, (1, 1, *CUT), strict=True):
         if at is None:  # each rank has the part of its tokens
@@ -113,31 +117,35 @@ def layer_in_pieces(split: bool, every: bool) -> tuple[list[tuple[int, int]], fl
 
 
 def counted(code: str) -> tuple[int, int]:
-    """The fused all-gathers and reduce-scatters in code of inductor."""
-    gathers, scatters = (code[code.index("def call") :].count(name) for name in FUSED)
+    """The fused all-gathers and reduce-scatters in code of inductor, or of a graph of it."""
+    gathers, scatters = (code[max(code.find("def call"), 0) :].count(name) for name in FUSED)
     return gathers, scatters
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_collectives_of_a_layer_run_in_pieces(split: bool, ranks: RankPool) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_collectives_of_a_layer_run_in_pieces(how: str, split: bool, ranks: RankPool) -> None:
     """All four of the forward; of the backward the gathers of gradients. Gradients of weights hide its reduce-scatters."""
-    for fused, difference in ranks.run(layer_in_pieces, split, False, world=2, timeout=240):
+    for fused, difference in ranks.run(layer_in_pieces, how, split, False, world=2, timeout=240):
         assert fused == [(2, 2), (2, 0)]
         assert difference < 1e-9
 
 
-def test_recomputed_collectives_run_in_pieces(ranks: RankPool) -> None:
-    for fused, difference in ranks.run(layer_in_pieces, False, True, world=2, timeout=240):
+@pytest.mark.parametrize("how", HOW)
+def test_recomputed_collectives_run_in_pieces(how: str, ranks: RankPool) -> None:
+    for fused, difference in ranks.run(layer_in_pieces, how, False, True, world=2, timeout=240):
         assert fused == [(2, 2), (4, 1)]
         assert difference < 1e-9
 
 
-def steps_in_pieces(text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> tuple[Any, list[tuple[int, int]]]:
+def steps_in_pieces(
+    how: str, text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Any, list[tuple[int, int]]]:
     """On a rank: what a program gives in steps of an optimizer, and the fused operators of each graph."""
     torch._dynamo.reset()
     with operators_for_cpus(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeshHandle, "async_tp", property(lambda mesh: frozenset({(mesh.tp.group_name, 1)})))
-        outcome, codes = run_and_get_code(lambda: train_pipelines([(text, state, batch)], compile="inductor")[0][0])
+        outcome, codes = RUNS[how](lambda: train_pipelines([(text, state, batch)], compile="inductor")[0][0])
     return outcome, [counted(code) for code in codes]
 
 
@@ -148,10 +156,11 @@ def sequence_parallel_program(prepared: Prepared) -> str:
     return program(prepared, price_configuration(prepared.graph, Cluster.parse("local:2"), fixed, default_registry()))
 
 
-def test_a_model_in_pieces_equals_one_process(ranks: RankPool) -> None:
-    prepared = prepare("llama", batch=4)
+@pytest.mark.parametrize("how", HOW)
+def test_a_model_in_pieces_equals_one_process(how: str, ranks: RankPool) -> None:
+    prepared = prepare("llama")
     text = sequence_parallel_program(prepared)
-    for outcome, fused in ranks.run(steps_in_pieces, text, prepared.state, prepared.batch, world=2, timeout=500):
+    for outcome, fused in ranks.run(steps_in_pieces, how, text, prepared.state, prepared.batch, world=2, timeout=500):
         assert not differences(outcome, prepared.expected, 1e-9), text
         assert sorted(each for each in fused if any(each)) == [(1, 0), (2, 0), (2, 2)], text  # the head, and both ways of a layer
 

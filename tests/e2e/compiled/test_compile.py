@@ -172,7 +172,7 @@ def test_recomputation_equals_one_process(backend: str, axes: dict[str, int], ze
 
 def test_what_is_recomputed_is_not_saved(ranks: RankPool) -> None:
     """Compiled layers save at most what the plan says, for all plans."""
-    prepared = prepare("gpt2", batch=8)
+    prepared = prepare("gpt2")
     saved = list[float]()
     for candidate in recomputing(prepared, {"dp": 2}, 0):
         text = program_text(prepared.graph, candidate)
@@ -195,7 +195,7 @@ def test_plans_priced_as_compiled_say_what_is_saved(
     model: str, layer: str, force: dict[str, int], share: float, ranks: RankPool
 ) -> None:
     """At most this `share` of what is saved in eager mode; experts save as much as there."""
-    prepared = prepare(model, batch=8)
+    prepared = prepare(model)
     result = plan(prepared, force, with_compilation(replace(Cluster.parse("dgx-h100:1"), size=2), True))
     text = program(prepared, result)
     found = ranks.run(saved_bytes, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)[0][layer]
@@ -222,7 +222,7 @@ def test_recomputed_random_numbers_are_those_of_the_forward(attention: float, ba
 
 def test_a_distinct_block_is_compiled_once(ranks: RankPool) -> None:
     """Prologue, layers and epilogue, in a copy of the model too. Beyond torch's limit of compilations blocks run as they are."""
-    prepared = prepare("gpt2", batch=8)
+    prepared = prepare("gpt2")
     cases = [(program_text(prepared.graph, each), prepared.state, prepared.batch) for each in recomputing(prepared, {"dp": 2}, 0)]
     for found, said in ranks.run(compilations, cases, world=2, timeout=200):
         assert found == [(3, 3, True)] * 3
@@ -230,7 +230,7 @@ def test_a_distinct_block_is_compiled_once(ranks: RankPool) -> None:
 
 
 def test_split_backwards_that_recompute_are_not_compiled_and_said(ranks: RankPool) -> None:
-    prepared = prepare("gpt2", batch=8)
+    prepared = prepare("gpt2")
     candidate = pipeline_candidate(prepared, {}, Pipeline(2, 1, "zb-h1"), 4)
     candidate = replace(candidate, blocks=tuple(replace(block, recompute=True) for block in candidate.blocks))
     cases = [(candidate_text(prepared, candidate), prepared.state, prepared.batch)]
@@ -241,7 +241,7 @@ def test_split_backwards_that_recompute_are_not_compiled_and_said(ranks: RankPoo
 @pytest.mark.parametrize(("model", "backend"), [("gpt2", PARTITIONED), SLOW("llama", PARTITIONED), SLOW("gpt2", "inductor")])
 def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend: str, ranks: RankPool) -> None:
     """Each rank holds on the device and elsewhere what the plan says, and has the numbers of one process."""
-    prepared = prepare(model, batch=8)
+    prepared = prepare(model)
     local = with_compilation(Cluster.parse("local:2"), True)
     planned = plan(prepared, {"dp": 1, "tp": 2}, with_compilation(replace(Cluster.parse("dgx-h100:1"), size=2), True))
     candidate = with_kept(prepared.graph, planned.candidate, local, 1, share=0.8, offload=0.4)
@@ -289,7 +289,7 @@ def calls_without_gradients(
 @pytest.mark.parametrize("model", ["llama", SLOW("gpt2"), SLOW("qwen3")])
 def test_calls_without_gradients_between_steps(model: str, ranks: RankPool) -> None:
     """No operation is tagged where nothing is recomputed, and conversions of two tensors have their contexts."""
-    prepared = prepare(model, batch=8)
+    prepared = prepare(model)
     plain = drawn_candidate(prepared.graph, mesh_of(dp=2), 0, zero=0, wild=0.3, precision=F64)
     candidate = with_kept(prepared.graph, plain, Cluster.parse("local:2"), 0, share=0.6, offload=0.5)
     text = program_text(prepared.graph, candidate)

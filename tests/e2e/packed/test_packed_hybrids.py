@@ -96,7 +96,7 @@ def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
 
 def warned(**given: Tensor) -> list[str]:
     """What is said of documents where a Llama is captured with these inputs."""
-    config = transformers.LlamaConfig(**SIZES)
+    config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1})
     model = transformers.LlamaForCausalLM(config)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

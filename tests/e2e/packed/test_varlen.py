@@ -107,13 +107,13 @@ def one_rank_has_other_lengths() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the pool's, of a rank that has ended
-def test_lengths_of_one_rank_end_the_others() -> None:
+def test_lengths_of_one_rank_end_the_others(ranks: RankPool) -> None:
     """None waits for the rank that failed."""
-    ranks = RankPool()
+    others = RankPool(ranks.template)
     try:
         with pytest.raises(RankError) as caught:
-            ranks.run(one_rank_has_other_lengths, world=2, timeout=60)
+            others.run(one_rank_has_other_lengths, world=2, timeout=60)
     finally:
-        ranks.close()
+        others.close()
     said = str(caught.value)
     assert "gave no answer" not in said and ("end at 97, of 96" in said or "status 1" in said)

@@ -131,7 +131,7 @@ def test_stages_of_two(ranks: RankPool) -> None:
 
 
 def test_three_axes(ranks: RankPool) -> None:
-    check_forced([Run("gpt2", "1f1b", 2, (("dp", 2), ("tp", 2))), Run("gpt2", "zbv", 2, (("dp", 2), ("tp", 2), ("zero", 3))),
+    check_forced([Run("gpt2", "zbv", 2, (("dp", 2), ("tp", 2), ("zero", 3))),
            Run("llama", "interleaved", 2, (("dp", 2), ("tp", 2), ("zero", 1)))], ranks)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.packed.test_packed_documents import packed_batch
+from e2e.packed.test_packed_documents import SHALLOW_LLAMA, packed_batch
 from e2e.variants.test_ragged_batches import WORDS, Language, routed
 from support.harness.comparison import same_gradients
 from support.harness.end_to_end import sharding_wins
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], dict[
     "routed": (RoutedMlp, few_tokens, 1e-9),
     **{name: (partial(lambda name: make_case(families()[name], torch.float64, 4)[0], name), tokens, 1e-6)
        for name in ("llama", "mixtral", "deepseek_v3", "gpt2")},  # their losses are in float32
-    "packed": (lambda: make_case(families()["llama"], torch.float64, 4)[0], packed, 1e-6),
+    "packed": (lambda: make_case(SHALLOW_LLAMA, torch.float64, 4)[0], packed, 1e-6),
 }  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from e2e.packed.test_packed_documents import SHALLOW_LLAMA
 from e2e.variants.test_batch_sampler import natural_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.harness.end_to_end import sharding_wins
 from support.harness.rank_pool import RankPool
-from support.models.model_families import families
 from support.models.small_models import VOCABULARY, make_case
 from torch.utils.data import DataLoader
 
@@ -147,7 +147,7 @@ def test_examples_that_are_no_documents(examples: list[dict[str, Any]], problem:
 
 def llama() -> torch.nn.Module:
     torch.manual_seed(1)
-    return make_case(families()["llama"], torch.float64, 4)[0].double()
+    return make_case(SHALLOW_LLAMA, torch.float64, 4)[0].double()
 
 
 def trained(degrees: str) -> tuple[int, int, list[list[int]]]:

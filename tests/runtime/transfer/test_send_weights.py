@@ -27,9 +27,9 @@ KV_HEADS = 2
 
 
 @pytest.fixture(scope="module")
-def generators() -> Iterator[RankPool]:
+def generators(ranks: RankPool) -> Iterator[RankPool]:
     """The processes of the other job."""
-    pool = RankPool()
+    pool = RankPool(ranks.template)
     yield pool
     pool.close()
 

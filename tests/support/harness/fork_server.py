@@ -31,9 +31,10 @@ MODULES = (
     "autopar.cli.commands.verify", "autopar.cost_models.calibrate.local_cluster", "autopar.dryrun.run", "autopar.explain",
     "autopar.planning", "autopar.program.build", "autopar.program.export", "autopar.runtime.collectives",
     "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
-    "support.harness.launch", "support.harness.rank_pool",
+    "support.harness.launch", "support.harness.rank_pool", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-"""Imported before the forks: torch, ours and what tests use; not transformers, which ranks do without."""
+"""Imported before the forks: torch, ours and what tests use. A rank that makes a model of transformers would import for 2 s, and
+most sets of ranks have such ranks."""
 _REQUEST_BYTES = 1 << 16
 
 

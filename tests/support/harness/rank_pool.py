@@ -2,8 +2,8 @@
 
 ``pool.run(function, *args, world=4)`` runs a module-level function on every rank and gives the list of its results by rank.
 Arguments and results travel by pickle (CPU tensors by value). A rank that raises makes `run` raise `RankError` with the rank's
-traceback; a rank that hangs or dies does too, after `timeout` seconds, and that set of processes starts anew. Ranks never
-import transformers. ``pool.run_alone(function, *args)`` gives the result of one process that belongs to no group and ends then.
+traceback; a rank that hangs or dies does too, after `timeout` seconds, and that set of processes starts anew.
+``pool.run_alone(function, *args)`` gives the result of one process that belongs to no group and ends then.
 
 Functions of test modules are found by their file, since pytest imports tests under names that other processes do not know.
 """
@@ -49,10 +49,11 @@ class RankCrash(RankError):
 
 
 class RankPool:
-    """The pool. `close` ends its processes."""
+    """The pool. `close` ends its processes. One beside another forks from the same `template`, which the other ends."""
 
-    def __init__(self) -> None:
-        self.template, self.sets = ForkServer(), dict[int, _Processes]()
+    def __init__(self, template: ForkServer | None = None) -> None:
+        self.template, self.sets = template or ForkServer(), dict[int, _Processes]()
+        self._owns_template = template is None
         self._store: Any = None
         self._numbers = count()
 
@@ -105,7 +106,8 @@ class RankPool:
         for processes in self.sets.values():
             processes.close()
         self.sets.clear()
-        self.template.close()
+        if self._owns_template:
+            self.template.close()
 
 
 def _address(function: Callable[..., Any] | str) -> str:

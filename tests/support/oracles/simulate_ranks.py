@@ -51,6 +51,9 @@ def unshard_axis(pieces: Sequence[Tensor], placement: Placement, parts: int) -> 
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    same = found.shape == expected.shape and found.dtype == expected.dtype and found.device == expected.device
+    if same and torch.allclose(found, expected, tolerance, tolerance, equal_nan=True):
+        return  # as assert_close finds, which takes five times as long to say nothing
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
