@@ -67,9 +67,9 @@ def test_reasons_against_micro_batches(name: str, reason: str) -> None:
     assert reason in why_one_micro_batch(prepare(name).graph, default_registry())
 
 
-def load_on_rank(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[Any]:
+def load_on_rank(text: str, state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], backend: str) -> list[Any]:
 
-    parallel = parallel_model(text, state)
+    parallel = parallel_model(text, state, compile=backend)
     with parallel.expert_load() as loads:
         parallel(**batch).backward()
     return [(each.by_rank, each.by_expert, each.imbalance) for each in loads]
@@ -82,9 +82,9 @@ def test_expert_load_is_counted(ranks: RankPool) -> None:
     model.load_state_dict(prepared.state)
     chosen = model.gate(model.norm(prepared.batch["x"])).topk(2, -1).indices
     counts = torch.bincount(chosen.flatten(), minlength=4).tolist()
-    for force, by_rank in (("dispatched, ep=4", counts), ("owned, tp=4", counts)):
-        for (load,) in ranks.run(load_on_rank, text_of(prepared, force), prepared.state, prepared.batch):
-            assert load == (tuple(by_rank), tuple(counts), max(by_rank) * 4 / sum(by_rank))
+    for force, backend in (("dispatched, ep=4", ""), ("owned, tp=4", ""), ("dispatched, ep=4", "aot_eager")):
+        for (load,) in ranks.run(load_on_rank, text_of(prepared, force), prepared.state, prepared.batch, backend):
+            assert load == (tuple(counts), tuple(counts), max(counts) * 4 / sum(counts))
 
 
 def test_pipeline_with_split_backward(ranks: RankPool) -> None:
