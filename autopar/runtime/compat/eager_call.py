@@ -2,8 +2,8 @@
 
 The call runs as it is, with autograd. What autograd saves inside rides on a *handle*, a tensor that compiled code saves for its
 backward like any other and frees with it; but operands do not: the second operator gets them again, so that the compiled backward
-may recompute them. A call that is recomputed has a new handle. Seen on 2.13.0: a tensor has its Python attributes as long as
-autograd or compiled code holds it.
+may recompute them. A call that is recomputed has a new handle. Seen on 2.13.0: a storage has its Python attributes as long as
+autograd or compiled code holds a tensor of it, which need not be the same tensor.
 
 A function may send tensors and return what is in flight, a named tuple whose first `tokens` carry gradients and no values.
 Compiled code sees the handle alone; where that is an operand of another call, the function of that one gets what is in flight.
@@ -26,7 +26,7 @@ def call_eagerly(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the result of ``function(*operands)`` (None: it is in flight), and the handle of the call. `wanted`: the operands
     whose gradients are wanted."""
-    handle: Any = operands[0].new_zeros(())
+    handle = operands[0].new_zeros(())
     saved = _Operands(operands)
     with autograd_in_kernel(), torch.set_grad_enabled(any(wanted)), saved.left_out():
         entries = [_entry(x, want) for x, want in zip(operands, wanted, strict=True)]
@@ -35,19 +35,19 @@ def call_eagerly(
         outputs = [apply(_Leave, result)] if flying is None else [each for each in flying.tokens if each.requires_grad]
     leaves = [own for (_, own), want in zip(entries, wanted, strict=True) if want]
     if any(wanted) or flying is not None:
-        handle.call = _EagerCall(saved, leaves, outputs, flying)
+        _ride(handle, _EagerCall(saved, leaves, outputs, flying))
     saved.tensors = ()
     return (result.detach().contiguous() if flying is None else None), handle
 
 
-def gradients_of(handle: Any, grad: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gradients_of(handle: torch.Tensor, grad: torch.Tensor, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of the operands whose gradients are wanted; of a call that sent tensors from that of its handle.
     Again, for another backward, they are the same."""
-    call: _EagerCall = handle.call
+    call: _EagerCall = _riding(handle)
     call.saved.tensors = operands
     leaves = [leaf for own in call.leaves for leaf in (own if isinstance(own, list) else [own])]
     with autograd_in_kernel():
-        of_outputs = [grad] if call.flying is None else grad.gradients
+        of_outputs = [grad] if call.flying is None else _riding(grad)
         found = iter(torch.autograd.grad(call.outputs, leaves, of_outputs, retain_graph=True, materialize_grads=True))
     call.saved.tensors = ()
     results = []
@@ -55,9 +55,7 @@ def gradients_of(handle: Any, grad: Any, operands: Sequence[torch.Tensor]) -> li
         if isinstance(own, torch.Tensor):
             results.append(next(found).contiguous())
             continue
-        flying: Any = handle.new_zeros(())
-        flying.gradients = [next(found) for _ in own]
-        results.append(flying)
+        results.append(_ride(handle.new_zeros(()), [next(found) for _ in own]))
     return results
 
 
@@ -114,9 +112,20 @@ def _extent(x: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def _entry(x: Any, want: bool) -> tuple[Any, torch.Tensor | list[torch.Tensor]]:
+def _ride(handle: torch.Tensor, value: Any) -> torch.Tensor:
+    storage: Any = handle.untyped_storage()
+    storage.rides = value
+    return handle
+
+
+def _riding(x: torch.Tensor) -> Any:
+    """Return what rides on a handle; None of another tensor."""
+    return getattr(x.untyped_storage(), "rides", None)
+
+
+def _entry(x: torch.Tensor, want: bool) -> tuple[Any, torch.Tensor | list[torch.Tensor]]:
     """Return an operand as the function gets it, and the leaf of its gradient, or those of what a handle has in flight."""
-    earlier: _EagerCall | None = getattr(x, "call", None)
+    earlier: _EagerCall | None = _riding(x)
     if earlier is None:
         leaf = _stub_of(x).requires_grad_(want)
         return (apply(_Enter, leaf, x) if want else x), leaf

@@ -10,12 +10,14 @@ import pytest
 from support.harness.comparison import differences
 from support.harness.end_to_end import prepare
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import Case, Outcome, train_compiled
+from support.harness.run_program import Case, Outcome, train_compiled, train_pipelines
 from support.plans.drawn_recomputation import with_kept
 from support.plans.expert_forms import result_of
 from torch._dynamo.utils import counters
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.plan import Pipeline
 from autopar.program.build import program_text
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
@@ -56,3 +58,19 @@ def test_equals_one_process(name: str, backend: str, ranks: RankPool) -> None:
             wrong = differences(found, prepared.expected, 1e-9)
             assert not wrong, f"{wrong[:5]}\n{text}"
         assert not said
+
+
+def test_tokens_in_flight_where_a_graph_ends(ranks: RankPool) -> None:
+    """Products of a backward that is split are no part of graphs: shared experts stand between the calls of the others."""
+    prepared = prepare("deepseek_v3")
+    candidate = result_of(prepared, "dispatched, ep=2").candidate
+    pipeline = Pipeline(2, 1, "zb-h1", repeated=tuple(repeatable_values(prepared.graph)))
+    text = program_text(prepared.graph, replace(candidate, micro_batches=4, pipeline=pipeline))
+    between = text[text.index("C.moe_experts_start(") : text.index("C.moe_experts_wait(")]
+    assert "linear" in between
+    expected = prepared.expected
+    for ((found, _),) in ranks.run(train_pipelines, [(text, prepared.state, prepared.batch)], compile=PARTITIONED, timeout=400):
+        there = {name: expected.parameters[name] for name in found.parameters if name in expected.parameters}
+        own = found._replace(parameters={name: found.parameters[name] for name in there}, buffers={})
+        wrong = differences(own, expected._replace(parameters=there), 1e-9)
+        assert there and not wrong, wrong[:5]
