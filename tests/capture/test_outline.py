@@ -25,7 +25,7 @@ def captured(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tup
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), [("llama-tiny", "num_hidden_layers"), pytest.param("gpt2-tiny", "n_layer", marks=pytest.mark.slow)]
+    ("name", "depth"), [pytest.param("llama-tiny", "num_hidden_layers", marks=pytest.mark.slow), ("gpt2-tiny", "n_layer")]
 )
 def test_the_graph_is_that_of_a_full_trace(name: str, depth: str) -> None:
     loaded = load_model(name, 4)

@@ -12,12 +12,14 @@ from autopar.planning import make_plan
 from autopar.program.proof import prove_program
 
 FAST = (
-    ("llama-tiny", "dp=2,tp=2"),
+    ("gpt2-tiny", "dp=2,tp=2"),
     ("gpt2-tiny", "dp=4,zero=3"),
     ("mixtral-tiny", "dp=2,ep=2"),
-    ("llama-tiny", "pp=2,dp=2,schedule=zb-h1"),
+    ("gpt2-tiny", "pp=2,dp=2,schedule=zb-h1"),
 )
 SLOW = (
+    ("llama-tiny", "dp=2,tp=2"),
+    ("llama-tiny", "pp=2,dp=2,schedule=zb-h1"),
     ("gpt2-tiny", "dp=2,tp=2,zero=2,micro=2"),
     ("bert-tiny", "tp=4"),
     ("qwen3-tiny", "dp=4,zero=1,micro=1"),

@@ -21,10 +21,11 @@ from typing import Any, BinaryIO
 
 ROOT = Path(__file__).parents[3]
 MODULES = (
-    "hypothesis", "pytest", "sympy", "sympy.combinatorics", "sympy.tensor.tensor", "torch._dynamo",
+    "functorch.compile", "hypothesis", "pytest", "sympy", "sympy.combinatorics", "sympy.tensor.tensor", "torch._dynamo",
     "torch._export.non_strict_utils", "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass", "torch._functorch._aot_autograd.subclass_parametrization",
-    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.sizevars", "torch._subclasses.schema_check_mode",
+    "torch._inductor.compile_fx", "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.sizevars",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
     "torch.fx.experimental.validator", "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun",
     "autopar.cli.commands.explain", "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan",
@@ -33,8 +34,8 @@ MODULES = (
     "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
     "support.harness.launch", "support.harness.rank_pool", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-"""Imported before the forks: torch, ours and what tests use. A rank that makes a model of transformers would import for 2 s, and
-most sets of ranks have such ranks."""
+"""Imported before the forks: torch, ours and what tests use. A rank that makes a model of transformers would import for 2 s, one
+that compiles, by any backend, for 1.4 s; most sets of ranks have such ranks."""
 _REQUEST_BYTES = 1 << 16
 
 
