@@ -203,7 +203,10 @@ def test_equals_eager(kind: type[nn.Module]) -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
+        gradient_of_model = model.get_parameter(name).grad
+        assert gradient_of_model is not None
+        largest = max(1.0, float(gradient_of_model.abs().max()))  # of small elements the rounding is that of large ones
+        torch.testing.assert_close(gradient, gradient_of_model, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def test_no_grad_nodes_are_marked() -> None:

@@ -111,16 +111,18 @@ def test_the_first_gradient_that_departs_is_named(ranks: RankPool) -> None:
     assert "the outputs of all modules agree" in training.departs
 
 
-class NormOfOne(torch.nn.Module):
-    """Groups of one number each: what is left of them after the mean is rounding, and the norm enlarges it."""
+class Cancels(torch.nn.Module):
+    """Two sums of the same numbers in another order: their difference, and the gradient of its scale, is rounding on any CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = torch.nn.Linear(16, 32), torch.nn.GroupNorm(32, 32), torch.nn.Linear(32, 4)
-        torch.nn.init.uniform_(self.norm.weight)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
+        self.scale = torch.nn.Parameter(torch.full((32,), 1e-6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(100 * self.up(x)).relu()).square().mean()
+        y = self.up(x)
+        rounding = y.sum(-1, keepdim=True) - (x @ self.up.weight.sum(0) + self.up.bias.sum()).unsqueeze(-1)
+        return self.down(y.relu() + self.scale * (1e9 * rounding)).square().mean()
 
 
 @pytest.mark.parametrize("tampered", [False, True])
@@ -133,7 +135,7 @@ def test_what_one_process_cannot_keep_itself_counts_as_equal(tampered: bool, ran
 
     torch.manual_seed(0)
     example = (torch.randn(8, 16).double(),)
-    whole = subject(NormOfOne().double(), example, "float64", "float64")
+    whole = subject(Cancels().double(), example, "float64", "float64")
     run_reference(whole)
     plan = make_plan(whole.model, CLUSTER, example, precision="float64", force="dp=2,tp=2", graph=whole.graph)
     proof = prove(whole, plan, Cluster.parse(CLUSTER), lambda line: None, launch)
