@@ -38,10 +38,10 @@ def is_compiled(plan: Plan) -> bool:
     return bool(plan.document.cluster.description["device"]["fused"])
 
 
-def test_on_gpus_where_each_block_is_one_graph() -> None:
+def test_on_gpus() -> None:
     assert is_compiled(planned("gpt2-tiny", GPUS))
     assert not is_compiled(planned("gpt2-tiny", "local:2"))
-    assert not is_compiled(planned("mixtral-tiny", GPUS)), "the numbers of tokens of experts are data"
+    assert is_compiled(planned("mixtral-tiny", GPUS))
 
 
 def test_as_it_is_asked_for() -> None:
