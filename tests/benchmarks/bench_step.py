@@ -99,10 +99,10 @@ def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder:
     ours = Parallel(program(MeshHandle(program.mesh_axes)), {k: v.detach().clone() for k, v in tensors.items()}, compile=compile)
     expert, ways = by_hand(kind, model)
     if compile:
-        # Layer by layer, as torchtitan does; but of DTensors the whole: on 2.13.0 the backward of layers compiled each ends in an
-        # AttributeError of DTensor's redistribution ('Tensor' object has no attribute '_local_tensor').
+        # FSDP2 layer by layer, as torchtitan does, DDP as a whole, as its documentation says; DTensors too: on 2.13.0 the backward
+        # of layers compiled each ends in an AttributeError of their redistribution ("no attribute '_local_tensor'").
         layers = model.layers if hasattr(model, "layers") else model.transformer.h
-        for each in (expert,) if "tp" in kind else layers:
+        for each in layers if kind == "fsdp" else (expert,):
             each.compile(backend=compile)
     part = rank // (WORLD // ways)
     rows = next(iter(batch.values())).shape[0] // ways

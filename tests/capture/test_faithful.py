@@ -145,6 +145,12 @@ class EachLoss(Small):
 
 
 class CalledTwice(Small):
+    """In float64: its sums cancel, so that float32 gradients of equal programs differ by 1e-4 on some CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
     def forward(self, x: Tensor) -> Tensor:
         return (self.norm(self.norm(self.inner(x)).square()) * x).square().sum()
 
@@ -193,7 +199,8 @@ class ListsAsIndices(nn.Module):
 )
 def test_equals_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = kind(), torch.randn(6, 4)
+    model = kind()
+    x = torch.randn(6, 4, dtype=next(model.parameters()).dtype)
     graph = capture(model, (x,))
     expected = model(x)
     expected.backward()
@@ -203,10 +210,7 @@ def test_equals_eager(kind: type[nn.Module]) -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in gradients.items():
-        gradient_of_model = model.get_parameter(name).grad
-        assert gradient_of_model is not None
-        largest = max(1.0, float(gradient_of_model.abs().max()))  # of small elements the rounding is that of large ones
-        torch.testing.assert_close(gradient, gradient_of_model, rtol=1e-5, atol=1e-5 * largest, msg=name)
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
 
 
 def test_no_grad_nodes_are_marked() -> None:

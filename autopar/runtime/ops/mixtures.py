@@ -71,6 +71,7 @@ def moe_experts_start(
     number = _first(matrices).shape[0]
     sent: DispatchedTokens | Tensor
     if torch.compiler.is_compiling():
+        # No result but the handle: the shape of nothing says how many experts a rank has.
         sent = _in_graph("start", (x, experts, weights), torch.Size((number, 0)), axis, activation, layout)[1]
     else:
         sent = dispatch_tokens(x, experts, weights, number, axis)
