@@ -99,7 +99,7 @@ def rank_main(rank: int, text: str, case: str, pairs: int, compile: str, folder:
     ours = Parallel(program(MeshHandle(program.mesh_axes)), {k: v.detach().clone() for k, v in tensors.items()}, compile=compile)
     expert, ways = by_hand(kind, model)
     if compile:
-        # FSDP2 layer by layer, as torchtitan does, DDP as a whole, as its documentation says; DTensors too: on 2.13.0 the backward
+        # FSDP2 by layers, as torchtitan does, DDP as a whole, as its documentation says; DTensors too: on 2.13.0 the backward
         # of layers compiled each ends in an AttributeError of their redistribution ("no attribute '_local_tensor'").
         layers = model.layers if hasattr(model, "layers") else model.transformer.h
         for each in layers if kind == "fsdp" else (expert,):
