@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
+from autopar.cost_models.events.memory_moments import held_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
@@ -214,9 +215,7 @@ class _LayerTraces:
                 shards = configuration.group or ranks
                 moved = StateCommunication.of(cost, zero, shards, cluster.device, precision, count)
                 memory = cost.memory
-                before = memory.accumulated * (memory.persistent_reduce_buffer + (count > 1))
-                whole = 0.0 if memory.gathered_is_transient else memory.gathered
-                held += share * (memory.parameters + memory.optimizer + before + whole)
+                held += share * (memory.parameters + memory.optimizer + held_bytes(memory, count > 1))
                 gathers = moved.gather_first + (count - 1) * moved.gather_each + count * moved.gather_backward
                 seconds += share * (gathers + (count - 1) * moved.reduce_each + moved.reduce_last)
             self._states[key] = held, seconds

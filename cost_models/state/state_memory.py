@@ -115,6 +115,38 @@ class StateMemory:
     offloaded: float = 0.0
     offloaded_masters: float = 0.0
 
+    # by the flags, as the integer program has them (`solve.ilp.formulation.StateTerms`), where a flag is a choice
+
+    @property
+    def gathered_transient(self) -> float:
+        """`gathered` where it is there while the call computes."""
+        return self.gathered if self.gathered_is_transient else 0.0
+
+    @property
+    def gathered_persistent(self) -> float:
+        """`gathered` where it stays from forward to backward."""
+        return 0.0 if self.gathered_is_transient else self.gathered
+
+    @property
+    def freed_reduce_buffer(self) -> float:
+        """`reduce_buffer` where it is freed in the step."""
+        return 0.0 if self.persistent_reduce_buffer else self.reduce_buffer
+
+    @property
+    def overlapped_reduce_buffer(self) -> float:
+        """`reduce_buffer` where it outlives the backward of its call."""
+        return 0.0 if self.reduced_in_place else self.reduce_buffer
+
+    @property
+    def gradients_in_place(self) -> float:
+        """`gradients` where they are reduced in place."""
+        return self.gradients if self.reduced_in_place else 0.0
+
+    @property
+    def persistent_gradients(self) -> float:
+        """`gradients` where they are in a buffer that is never freed."""
+        return self.gradients if self.persistent_reduce_buffer else 0.0
+
     def __add__(self, other: StateMemory) -> StateMemory:
         """Join the groups of one block call (its own parameters, and its experts), which are live at the same time. An optimizer
         that updates one parameter after the other has a temporary of the largest of both."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import le
 
+from autopar.cost_models.events.memory_moments import held_bytes
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
@@ -79,10 +80,7 @@ def sharded_state(
     cost = costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
     sent = StateCommunication.of(cost, zero, costs.state_links[0].size, device, problem.precision, micro_batches)
     held, memory = 1 + fragmentation(device), cost.memory
-    size = memory.parameters + memory.optimizer
-    size += 0.0 if memory.gathered_is_transient else held * memory.gathered
-    size += held * memory.accumulated if micro_batches > 1 else 0.0
-    return sent, size
+    return sent, memory.parameters + memory.optimizer + held * held_bytes(memory, micro_batches > 1)
 
 
 def _state(problem: Problem, block: str, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:

@@ -38,15 +38,15 @@ class BoundarySaved:
 class BlockMemoryTerms:
     """The terms of `BlockMemory` per block, as expressions in units of bytes.
 
-    internal_saved: saved tensors that no other call has. forward: what the forward allocates. backward: the largest working set
-    of the backward, beside saved tensors. input_gradients: what is left of it when the backward ends. boundary_saved: saved
-    tensors between calls, of all blocks.
+    internal_saved: saved tensors that no other call has. forward_bytes: what the forward allocates. backward_bytes: the largest
+    working set of the backward, beside saved tensors. input_gradient_bytes: what is left of it when the backward ends.
+    boundary_saved: saved tensors between calls, of all blocks.
     """
 
     internal_saved: dict[str, Terms] = field(default_factory=dict)
-    forward: dict[str, Terms] = field(default_factory=dict)
-    backward: dict[str, Terms] = field(default_factory=dict)
-    input_gradients: dict[str, Terms] = field(default_factory=dict)
+    forward_bytes: dict[str, Terms] = field(default_factory=dict)
+    backward_bytes: dict[str, Terms] = field(default_factory=dict)
+    input_gradient_bytes: dict[str, Terms] = field(default_factory=dict)
     boundary_saved: list[BoundarySaved] = field(default_factory=list)
 
 
@@ -72,10 +72,10 @@ def add_block_memory(form: Formulation, name: str, table: BlockTable, out: Block
             add(forward, {y: size / byte} if size else {})
     gradients = _input_gradients(form, name, table)
     forward = total((1.0, forward), (1.0, {workspace: 1.0}), (OFFLOAD_WINDOW - 1, window), (1.0, copied))
-    out.forward[name] = _one_variable(form, forward)
-    out.input_gradients[name] = _one_variable(form, gradients)
+    out.forward_bytes[name] = _one_variable(form, forward)
+    out.input_gradient_bytes[name] = _one_variable(form, gradients)
     backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, recomputed), (OFFLOAD_WINDOW, window), (1.0, gathered))
-    out.backward[name] = _one_variable(form, backward)
+    out.backward_bytes[name] = _one_variable(form, backward)
 
 
 def _add_saved(form: Formulation, name: str, table: BlockTable, out: BlockMemoryTerms, parts: Terms) -> None:

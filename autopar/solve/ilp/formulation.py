@@ -33,10 +33,7 @@ class StateTerms:
     backward does). reduce_last, reduce_each: reductions after the last and after each other backward. accumulate: added to each
     backward. optimizer_streaming, optimizer_launches: the update of the local shard.
 
-    Bytes, as `StateMemory`: gathered_persistent and gathered_transient are `gathered` where that stays from forward to backward,
-    and where it does not. reduce_buffer: where it is freed at the end of the call's backward; overlapped_reduce_buffer: where it
-    outlives that. gradients_in_place: `gradients` where they are reduced in place; persistent_gradients: where they are never
-    freed. buffer_bytes: the model's buffers, a constant.
+    Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant.
     """
 
     gather_forward: Expression = field(default_factory=dict)
@@ -52,7 +49,7 @@ class StateTerms:
     gathered_persistent: Expression = field(default_factory=dict)
     gathered_transient: Expression = field(default_factory=dict)
     unsharded_gradients: Expression = field(default_factory=dict)
-    reduce_buffer: Expression = field(default_factory=dict)
+    freed_reduce_buffer: Expression = field(default_factory=dict)
     overlapped_reduce_buffer: Expression = field(default_factory=dict)
     persistent_gradients: Expression = field(default_factory=dict)
     gradients_in_place: Expression = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The memory constraint: the memory events of a step (`cost_models.step.memory_events`) as linear rows, each below the capacity.
+"""The memory constraint: the moments of a step (`cost_models.events.memory_moments`) as linear rows, each below the capacity.
 
 Events that another one dominates are left out. Along a run of equal calls the sum is linear, so its ends suffice; that keeps the
 number of rows independent of depth.
@@ -6,15 +6,17 @@ number of rows independent of depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from autopar.cost_models.events.memory_moments import CALL_FIELDS, Moment, Of, Term, step_moments
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
-from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
+from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
 from autopar.solve.ilp.recompute_offload import add_storages
-from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.boundary import BlockBoundaries, CallKind, Slot
 
 
 def add_memory_constraint(form: Formulation, margin_bytes: float = 0.0, minimise_excess: bool = False) -> None:
@@ -54,97 +56,80 @@ def _add_host_constraint(form: Formulation) -> None:
 
 def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tuple[Expression, float]]:
     """Yield (expression, constant) of each event that no other one dominates, in units of bytes; what lives from step to step
-    counts as its share (it is not fragmented). Left out, since they are rarely the largest: weights that are gathered for a
-    backward, and the sum of a shared weight's gradients."""
-    boundary, states, byte = form.problem.boundary, form.states, form.byte_unit
-    device = form.problem.cluster.device
-    counts = {key: float(boundary.kind_counts[key]) if key is not None else 1.0 for key in states}
-
-    def every(terms_of: Callable[[StateTerms], Terms]) -> Expression:
-        return total(*((counts[key], terms_of(state)) for key, state in states.items()))
-
-    parameters = every(lambda state: state.parameters)
-    inputs = user_held_bytes(form.problem.graph, form.problem.micro_batches * form.problem.batch, form.problem.mesh)
+    counts as its share (it is not fragmented)."""
+    boundary, states, byte, problem = form.problem.boundary, form.states, form.byte_unit, form.problem
+    device, calls = problem.cluster.device, _CallTerms(form, memory)
     share = 1 / (1 + fragmentation(device))
-    constant = share * (inputs / byte + sum(counts[key] * state.buffer_bytes for key, state in states.items()))
-    fixed = total((share, parameters), (share, every(lambda state: state.optimizer)))
+    inputs = user_held_bytes(problem.graph, problem.micro_batches * problem.batch, problem.mesh)
+    constant = share * (inputs / byte + sum(calls.counts[key] * state.buffer_bytes for key, state in states.items()))
+    parameters = calls.every("parameters")
+    fixed = total((share, parameters), (share, calls.every("optimizer")))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
-    gradients = every(lambda state: state.gradients)
-    foreach = device.kind != "cpu" and not form.problem.precision.offload_optimizer  # by parts: the evaluator counts them
-    yield total((1.0, fixed), (1.0, gradients), (float(foreach), parameters)), constant
-    gathered = every(lambda state: state.gathered_persistent)
-    base = total((1.0, fixed), (1.0, gathered), (1.0, every(lambda state: state.persistent_gradients)))
-    if form.problem.micro_batches > 1:
-        add(base, every(lambda state: state.accumulated))
-    root = states.get(None)
-    if root is not None:
-        add(base, root.gathered_transient)
-    base = {form.model.define(base): 1.0}
-    last = _last_savers(boundary, memory)
+    foreach = device.kind != "cpu" and not problem.precision.offload_optimizer  # by parts: the evaluator counts them
+    yield total((1.0, fixed), (1.0, calls.every("gradients")), (float(foreach), parameters)), constant
+    step = step_moments(problem.micro_batches > 1)
+    base = {form.model.define(total((1.0, fixed), (1.0, calls.sum(step.base, 0)))): 1.0}
+    shared = None in states and len(boundary.call_kinds) > 1
     for index, backward in _undominated_calls(boundary):
-        before, until = (_saved_until(form, memory, last, at) for at in (index - 1, index))
-        rows = _backward_events(form, memory, index, before, until) if backward else [_forward_event(form, memory, index, before)]
-        yield from ((total((1.0, base), (1.0, row)), constant) for row in rows)
+        for moment in step.backward if backward else (step.forward,):
+            if not moment.at_shared_sum or (shared and not index):
+                yield from ((total((1.0, base), (1.0, row)), constant) for row in calls.rows(moment, index))
+    yield from ((total((1.0, fixed), (1.0, row)), constant) for row in calls.rows(step.end, 0))
 
 
-def _forward_event(form: Formulation, memory: BlockMemoryTerms, index: int, before: Terms) -> Expression:
-    """Return saved(calls < i) + forward[i] + weights, and (but from an earlier micro-batch) the buffer of their gather."""
-    kind = form.problem.boundary.call_kinds[index]
-    state = form.states[kind]
-    row = total((1.0, before), (1.0, memory.forward[kind.block]), (2.0, state.gathered_transient))
-    if form.problem.micro_batches == 1:
-        add(row, state.gathered_persistent)
-    return row
+class _CallTerms:
+    """The moments of a step (`cost_models.events`) as expressions, in units of bytes. `counts`: calls of each kind."""
+
+    def __init__(self, form: Formulation, memory: BlockMemoryTerms) -> None:
+        self.form, self.memory, self.states = form, memory, form.states
+        self.kinds = form.problem.boundary.call_kinds
+        self.counts = {key: form.problem.boundary.kind_counts[key] if key is not None else 1 for key in form.states}
+        self.last_savers = _last_savers(form.problem.boundary, memory)
+
+    def every(self, field: str) -> Expression:
+        """Return the sum of a field of all state."""
+        return total(*((float(self.counts[key]), getattr(state, field)) for key, state in self.states.items()))
+
+    def rows(self, moment: Moment, index: int) -> Iterator[Expression]:
+        """Yield what is there at a moment of a call, with each of the terms of which the largest counts."""
+        row = self.sum(moment.terms, index)
+        if not moment.largest:
+            yield row
+        for number, term in enumerate(moment.largest):
+            following = self.kinds[index + 1 : index + 2]
+            # a buffer that outlives the call is no larger than one of an equal call that does not
+            if number == 0 or term.of is not Of.NEXT or following not in ([], [self.kinds[index]]):
+                yield total((1.0, row), (1.0, self._terms(term, index)))
+
+    def sum(self, terms: Iterable[Term], index: int) -> Expression:
+        """Return the sum of terms at a call."""
+        return total(*((each.weight, self._terms(each, index)) for each in terms))
+
+    def _terms(self, term: Term, index: int) -> Terms:
+        field, of, kinds = term.field, term.of, self.kinds
+        if field == "earlier":
+            return {}  # there is no pipeline here
+        if field == "latest":
+            return _saved_until(self.form, self.memory, self.last_savers, index - (of is Of.BEFORE))
+        if field in CALL_FIELDS:
+            of_block: Mapping[str, Terms] = getattr(self.memory, field)
+            return of_block[kinds[index].block]
+        if of in (Of.ROOT, Of.ROOT_BUT_LAST):
+            there = None in self.states and (of is Of.ROOT or index + 1 < len(kinds))
+            counted = Counter[CallKind | None]([None] * there)
+        elif of is Of.ALL:
+            counted = Counter(self.form.problem.boundary.kind_counts)
+        else:
+            counted = Counter(kinds[_CALLS[of](index)])
+        return total(*((float(count), getattr(self.states[key], field)) for key, count in counted.items()))
 
 
-def _backward_events(
-    form: Formulation, memory: BlockMemoryTerms, index: int, before: Terms, until: Terms
-) -> Iterator[Expression]:
-    """Yield what is there while a call's backward runs, and when it ends (once with the buffer of its own reduction, once with
-    that of the next call)."""
-    kinds, states = form.problem.boundary.call_kinds, form.states
-    kind, root, several = kinds[index], states.get(None), form.problem.micro_batches > 1
-    state, following = states[kind], states[kinds[index + 1]] if index + 1 < len(kinds) else None
-    others: Expression = {}
-    if index:
-        add(others, states[kinds[index - 1]].gathered_transient)
-    if not several:
-        for each in dict.fromkeys(kinds[index + 1 :]):
-            add(others, states[each].gradients, kinds[index + 1 :].count(each))
-            add(others, states[each].persistent_gradients, -float(kinds[index + 1 :].count(each)))
-    shared = _shared_gradients(root)
-    # saved(calls <= i) + backward[i] + weights[i, i - 1] + reduce buffer[i + 1] + gradients(calls > i)
-    row = total((1.0, others), (1.0, until), (1.0, memory.backward[kind.block]), (1.0, state.gathered_transient))
-    if following is not None:
-        add(row, following.overlapped_reduce_buffer)
-        add(row, shared)
-    yield row
-    # saved(calls <= i) + gradients of the inputs + its weights and the buffer of their gather
-    row = total((1.0, until), (1.0, memory.input_gradients[kind.block]), (2.0, state.gathered_transient))
-    if not several:
-        add(row, others)
-        add(row, states[kinds[index - 1]].gathered_transient if index else {}, -1.0)
-    if following is not None:
-        add(row, following.overlapped_reduce_buffer)
-        add(row, shared)
-    yield row
-    if not index and root is not None and following is not None:
-        # the last gradient of a shared weight is added to the sum of the others, which allocates a third
-        inputs = memory.input_gradients[kind.block]
-        row = total((1.0, others), (1.0, until), (1.0, inputs), (3.0, shared), (1.0, state.gathered_transient))
-        yield total((1.0, row), (1.0, following.overlapped_reduce_buffer))
-    # saved(calls < i) + gradients of the inputs, of the weights unsharded, and (where they are reduced in place) those that stay
-    inputs = memory.input_gradients[kind.block]
-    row = total((1.0, others), (1.0, before), (1.0, inputs), (1.0, state.unsharded_gradients), (1.0, shared))
-    add(row, state.gradients_in_place)
-    yield total((1.0, row), (1.0, state.reduce_buffer))
-    if following is not None and kinds[index + 1] != kind:
-        yield total((1.0, row), (1.0, following.overlapped_reduce_buffer))
-
-
-def _shared_gradients(root: StateTerms | None) -> Expression:
-    """Gradients of parameters that calls share, before they are reduced."""
-    return total((1.0, root.unsharded_gradients), (1.0, root.gradients_in_place)) if root is not None else {}
+_CALLS: Mapping[Of, Callable[[int], slice]] = {
+    Of.HERE: lambda index: slice(index, index + 1),
+    Of.PREVIOUS: lambda index: slice(max(0, index - 1), index),
+    Of.NEXT: lambda index: slice(index + 1, index + 2),
+    Of.AFTER: lambda index: slice(index + 1, None),
+}
 
 
 def _undominated_calls(boundary: BlockBoundaries) -> list[tuple[int, bool]]:

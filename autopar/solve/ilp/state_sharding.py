@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autopar.cost_models.events.memory_moments import STATE_FIELDS
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.state.state_group import MatrixWork, StateGroup, matrix_work, stored_elements
@@ -232,17 +233,11 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
         if trained_extremes[1]:
             add(out.optimizer_launches, {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
         memory = prices.cost(1.0, 1.0, len(parameters)).memory
-        gathered = out.gathered_transient if memory.gathered_is_transient else out.gathered_persistent
         terms.bytes(out.parameters, elements, memory.parameters)
-        terms.bytes(out.gradients, trained, memory.gradients)
         terms.bytes(out.optimizer, trained, memory.optimizer)
-        terms.bytes(gathered, elements, memory.gathered)
-        terms.bytes(out.unsharded_gradients, trained, memory.unsharded_gradients)
-        terms.bytes(out.reduce_buffer, trained, 0.0 if memory.persistent_reduce_buffer else memory.reduce_buffer)
-        terms.bytes(out.overlapped_reduce_buffer, trained, 0.0 if memory.reduced_in_place else memory.reduce_buffer)
-        terms.bytes(out.gradients_in_place, trained, memory.gradients if memory.reduced_in_place else 0.0)
-        terms.bytes(out.persistent_gradients, trained, memory.gradients if memory.persistent_reduce_buffer else 0.0)
-        terms.bytes(out.accumulated, trained, memory.accumulated)
+        for field in STATE_FIELDS:
+            of = elements if field.startswith("gathered") else trained
+            terms.bytes(getattr(out, field), of, getattr(memory, field))
     return out
 
 

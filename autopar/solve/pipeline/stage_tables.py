@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from autopar.cost_models.events.memory_moments import CallMemory, held_bytes
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.overlap import Overlap
@@ -23,6 +24,7 @@ from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace, costs_as_run
+from autopar.cost_models.step.memory_events import running_bytes
 from autopar.cost_models.step.stage_p2p import cut_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Graph
@@ -200,24 +202,17 @@ def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSettin
     hidden = communication.gather_backward + communication.reduce_each
     forward_pass = max(forward + contention * communication.gather_each, communication.gather_each)
     backward_pass = max(backward + contention * hidden, hidden)
-    memory = cost.memory
-    held = 1 + fragmentation(setting.device)
-    state = memory.parameters + memory.optimizer + memory.buffers
-    state += held * (memory.accumulated if many > 1 else memory.gradients)
-    state += 0.0 if memory.gathered_is_transient else held * memory.gathered
-    passing = memory.gathered if memory.gathered_is_transient else 0.0
-    running = held * max(
-        trace.memory.forward_bytes + 2 * passing,
-        trace.memory.backward_bytes + 2 * passing + memory.reduce_buffer,
-        trace.memory.input_gradient_bytes + memory.unsharded_gradients + memory.gradients + memory.reduce_buffer + passing,
-    )
+    held, memory, one = 1 + fragmentation(setting.device), cost.memory, trace.memory
+    # with one micro-batch the gradients of every call are there at the end
+    stays = held_bytes(memory, many > 1) + (memory.gradients if many == 1 else 0.0)
+    call = CallMemory(0.0, one.forward_bytes, one.backward_bytes, one.input_gradient_bytes, memory)
     return CallCost(
         pass_seconds=forward_pass + backward_pass,
         backward_seconds=backward_pass,
         reduce_seconds=communication.reduce_last - communication.reduce_each,
         update_seconds=communication.optimizer_seconds,
-        state_bytes=state,
-        running_bytes=running,
+        state_bytes=memory.parameters + memory.optimizer + memory.buffers + held * stays,
+        running_bytes=held * running_bytes(call, many > 1),
         exposed_seconds=communication.reduce_last,
     )
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.events.memory_moments import CallMemory
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
-from autopar.cost_models.step.memory_events import KINDS, CallMemory, PeakMemory, peak_memory
+from autopar.cost_models.step.memory_events import KINDS, PeakMemory, peak_memory
 
 NONE = StateMemory(0, 0, 0, 0, False, 0)
 FSDP = StatePolicy(compute_bytes=2, master_bytes=4, gradient_bytes=4, optimizer_bytes=8)

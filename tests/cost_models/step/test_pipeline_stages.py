@@ -10,6 +10,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.handwritten_candidates import candidate
 
 from autopar.cost_models.comm.collectives import collective_seconds
+from autopar.cost_models.events.memory_moments import CallMemory
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.overlap import Overlap
@@ -19,7 +20,6 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs, owned_state
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.cost_models.step.memory_events import CallMemory
 from autopar.cost_models.step.pipeline_clock import ChunkSeconds, run_schedule
 from autopar.cost_models.step.stage_devices import stage_cluster
 from autopar.ir.graph import Graph

@@ -1,0 +1,7 @@
+"""The description of a training step: the moments at which memory may peak, and the transfers of parameter state in each pass.
+
+It is data, without numbers. Three kinds of code interpret it: the evaluator (`cost_models.step`) plays it with the bytes and
+seconds of one plan, the integer program (``solve.ilp``) sums the same terms as linear expressions, and bounds (``solve.bounds``)
+leave terms out. So when a tensor lives longer, or a transfer overlaps with another call, this folder alone says so. Imports
+`state` beside it.
+"""
