@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
 from autopar.cost_models.events.memory_moments import held_bytes
+from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication
@@ -216,8 +217,7 @@ class _LayerTraces:
                 moved = StateCommunication.of(cost, zero, shards, cluster.device, precision, count)
                 memory = cost.memory
                 held += share * (memory.parameters + memory.optimizer + held_bytes(memory, count > 1))
-                gathers = moved.gather_first + (count - 1) * moved.gather_each + count * moved.gather_backward
-                seconds += share * (gathers + (count - 1) * moved.reduce_each + moved.reduce_last)
+                seconds += share * transfer_seconds(step_transfers(cluster.overlap).counted(count), moved).sent
             self._states[key] = held, seconds
         return self._states[key]
 

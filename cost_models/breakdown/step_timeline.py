@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost_models.breakdown.pipeline_timeline import chunks_timeline
+from autopar.cost_models.events.state_transfers import REDUCTION
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.evaluate import Evaluation, evaluate, stage_traces
-from autopar.cost_models.step.micro_batch_clock import REDUCTION, MicroBatchPass
+from autopar.cost_models.step.micro_batch_clock import MicroBatchPass
 from autopar.cost_models.step.streams import StreamSpan
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate

@@ -50,12 +50,6 @@ class StateCommunication:
             optimizer_seconds=cost.optimizer_seconds,
         )
 
-    def data_axis_seconds(self, micro_batches: int) -> float:
-        """Communication of the whole step, overlapped or exposed."""
-        others = micro_batches - 1
-        gathers = self.gather_first + others * self.gather_each + micro_batches * self.gather_backward
-        return gathers + others * self.reduce_each + self.reduce_last
-
 
 def accumulate_seconds(cost: StateCost, zero: int, shards: int, device: Device, precision: Precision) -> float:
     """Return the seconds of one streaming pass, which reads the new gradient (unreduced: in the compute dtype; a reduced shard:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost_models.events.state_transfers import StepTransfers, step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
@@ -45,6 +46,7 @@ class ChunkCost:
     """The cost of a model chunk.
 
     communication: of each call's own parameters, and of the shared ones.
+    transfer_seconds: of all communication on the data axis in a step, overlapped or exposed.
     send_seconds: one transfer to the next chunk; its gradient comes back in the same time.
     weight_gradient_seconds: part of a backward that the schedule may delay.
     exposed_seconds: of the model axes' communication in a forward and in a backward.
@@ -53,6 +55,7 @@ class ChunkCost:
     owned: OwnedState
     passes: StepPasses
     communication: tuple[StateCommunication, ...]
+    transfer_seconds: float
     send_seconds: float
     weight_gradient_seconds: float = 0.0
     exposed_seconds: tuple[float, float] = (0.0, 0.0)
@@ -123,8 +126,18 @@ def chunk_costs(
         )
         weights = sum(trace.weight_gradient_seconds for trace in runs)
         forward, backward = (sum(trace.seconds(backward=each, exposed=True) for trace in runs) for each in (False, True))
-        out.append(ChunkCost(owned, passes, communication, sent, weights, (forward, backward)))
+        moved = _transfer_seconds(communication, step_transfers(cluster.overlap, len(chunks) > 1), candidate.micro_batches)
+        out.append(ChunkCost(owned, passes, communication, moved, sent, weights, (forward, backward)))
     return tuple(out)
+
+
+def _transfer_seconds(communication: Sequence[StateCommunication], order: StepTransfers, micro_batches: int) -> float:
+    """Return the seconds of all transfers of a chunk's calls, and of its root, which has none but at the ends of passes."""
+    passes, last = list(order.counted(micro_batches)), len(communication) - 2
+    return sum(
+        transfer_seconds(passes, each, first=index in (0, last + 1), last=index == last).sent
+        for index, each in enumerate(communication)
+    )
 
 
 def _communication(

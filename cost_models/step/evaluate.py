@@ -212,7 +212,7 @@ def _summary(
     axis_seconds = [total(lambda trace, axis=axis: trace.axis_seconds[axis], own_calls) for axis in range(len(names))]  # type: ignore[misc]
     redundant = [total(lambda trace, axis=axis: trace.redundant_flops[axis], all_calls) for axis in range(len(names))]  # type: ignore[misc]
     communication = [each for chunk in chunks_here for each in chunk.communication]
-    axis_seconds[candidate.mesh.index(DATA_AXIS)] += sum(each.data_axis_seconds(micro_batches) for each in communication)
+    axis_seconds[candidate.mesh.index(DATA_AXIS)] += sum(chunk.transfer_seconds for chunk in chunks_here)
     compute = total(seconds(exposed=False), own_calls) + micro_batches * sum(each.accumulate_seconds for each in communication)
     exposed = total(seconds(exposed=True), own_calls)
     in_stage = stage.busy_seconds + stage.tail_seconds

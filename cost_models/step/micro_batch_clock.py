@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from autopar.cost_models.events.state_transfers import GATHER, REDUCTION, Edge, PassTransfers, step_transfers
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.step.call_trace import Segment
 from autopar.cost_models.step.streams import StreamRecord, Streams, StreamSpan
-
-GATHER, REDUCTION = "all-gather of weights", "reduction of gradients"
-"""Names of transfers on the data axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,7 @@ def simulate_step(
 
     root: communication of the parameters that several calls share.
     links: physical links of the data axis.
-    pipelined: the backward of a micro-batch does not follow its forward at once, so the last call does not keep its gathered
-        weights between them.
+    pipelined: the backward of a micro-batch does not follow its forward at once (`step_transfers`).
     overlap: what may overlap with the main stream.
     sent_seconds: p2p transfers to other stages in each pass, on the links of the data axis.
     record: whether the passes have `spans`.
@@ -91,94 +88,65 @@ def simulate_step(
     first, since all that one hands to the next is a reduction of fixed size.
     """
     overlap = overlap or Overlap()
-    clock = _StepClock(
-        calls=calls,
-        root=root,
-        streams=Streams(links, overlap.contention, record=StreamRecord() if record else None),
-        pipelined=pipelined,
-        overlap=overlap,
-        sent_seconds=sent_seconds,
-    )
-    first = clock.forward(first=True)
+    streams = Streams(links, overlap.contention, record=StreamRecord() if record else None)
+    clock, order = _StepClock(calls, root, streams, overlap.gradient_buffers, sent_seconds), step_transfers(overlap, pipelined)
+    first = clock.play(order.first_forward)
     if micro_batches == 1:
-        last = clock.backward(last=True)
+        last = clock.play(order.last_backward)
         return StepPasses(first, first, last, last, 1)
-    backward = clock.backward(last=False)
-    forward = clock.forward(first=False)
-    return StepPasses(first, forward, backward, clock.backward(last=True), micro_batches)
+    backward, forward = clock.play(order.backward), clock.play(order.forward)
+    return StepPasses(first, forward, backward, clock.play(order.last_backward), micro_batches)
 
 
 @dataclass(slots=True)
 class _StepClock:
-    """The clock of a step in FSDP2's order of communication. The all-gather of the next call overlaps with each call, in the
-    forward and (ZeRO-3) in the backward; the reduction of a call's gradients overlaps with the next call of the backward, which
-    waits for it at its end. The first gather and the last reduction are exposed. Reductions that a backward leaves over run in
-    the next forward, after its gathers. Between forward and backward the last call keeps its gathered weights, and between a
-    backward and the next forward the first one does."""
+    """The clock of a step, which plays its passes (`cost_models.events.state_transfers`)."""
 
     calls: Sequence[CallSegments]
     root: StateCommunication
     streams: Streams
-    pipelined: bool
-    overlap: Overlap
+    gradient_buffers: bool
     sent_seconds: float
-    _gather: int = field(default=0)
-    """Ticket of the all-gather that the next call waits for."""
 
-    def forward(self, first: bool) -> MicroBatchPass:
-        streams, calls, prefetch = self.streams, self.calls, self.overlap.parameter_gather
+    def play(self, one: PassTransfers) -> MicroBatchPass:
+        """Play one pass over all calls."""
+        streams, calls = self.streams, self.calls
         begin, stalled = streams.clock_seconds, streams.stall_seconds
         streams.issue_background(self.sent_seconds)
-        gathers = [each.communication.gather_first if first else each.communication.gather_each for each in calls]
-        if first:
-            streams.wait(streams.issue(self.root.gather_first, GATHER))
-        still_gathered = not self.pipelined and not first
-        self._gather = 0 if still_gathered else streams.issue(gathers[0], GATHER, 0)
-        for index, call in enumerate(calls):
-            if streams.record is not None:
-                streams.record.call = index
-            if index and not prefetch:
-                streams.run_exposed(gathers[index])
-            streams.wait(self._gather)
-            if index + 1 < len(calls) and prefetch:
-                self._gather = streams.issue(gathers[index + 1], GATHER, index + 1)
-            for seconds, links in call.forward:
-                streams.run(seconds, links)
-        end = streams.clock_seconds
-        streams.wait_for_all()
-        return self._since(begin, stalled, end)
-
-    def backward(self, last: bool) -> MicroBatchPass:
-        streams, calls, prefetch = self.streams, self.calls, self.overlap.parameter_gather
-        begin, stalled = streams.clock_seconds, streams.stall_seconds
-        streams.issue_background(self.sent_seconds)
-        if self.pipelined:
-            self._gather = streams.issue(calls[-1].communication.gather_backward, GATHER, len(calls) - 1)
-        reduction, left_over = 0, self.root.reduce_last if last else self.root.reduce_each
-        for index in range(len(calls) - 1, -1, -1):
+        if one.root_gather:
+            streams.wait(streams.issue(getattr(self.root, one.root_gather), GATHER))
+        order = range(len(calls) - 1, -1, -1) if one.backward else range(len(calls))
+        gathers = [one.gather.seconds(call.communication) for call in calls]
+        gather = streams.issue(gathers[order[0]], GATHER, order[0]) if one.gather.edge is Edge.EXPOSED else 0
+        reduction, left_over = 0, getattr(self.root, one.root_reduction) if one.root_reduction else 0.0
+        for index, following in zip(order, [*order[1:], None], strict=True):
             call = calls[index]
             if streams.record is not None:
                 streams.record.call = index
-            if index + 1 < len(calls) and not prefetch:
-                streams.run_exposed(call.communication.gather_backward)
-            streams.wait(self._gather)
-            if index and prefetch:
-                self._gather = streams.issue(calls[index - 1].communication.gather_backward, GATHER, index - 1)
-            for seconds, links in call.backward:
+            if not one.gather.overlaps and index != order[0]:
+                streams.run_exposed(gathers[index])
+            streams.wait(gather)
+            if one.gather.overlaps and following is not None:
+                gather = streams.issue(gathers[following], GATHER, following)
+            for seconds, links in call.backward if one.backward else call.forward:
                 streams.run(seconds, links)
-            streams.run(call.communication.accumulate_seconds + (0.0 if index else self.root.accumulate_seconds))
-            if not self.overlap.gradient_buffers:
+            if one.reduction is None:
+                continue
+            streams.run(call.communication.accumulate_seconds + (self.root.accumulate_seconds if following is None else 0.0))
+            if not self.gradient_buffers:
                 streams.wait(reduction)
-            reduce_seconds = call.communication.reduce_last if last else call.communication.reduce_each
-            if self.overlap.gradient_reduction and (index or last):
+            reduce_seconds = one.reduction.seconds(call.communication)
+            if one.reduction.overlaps and (following is not None or one.reduction.edge is Edge.EXPOSED):
                 reduction = streams.issue(reduce_seconds, REDUCTION, index)
             else:
                 left_over += reduce_seconds
         end = streams.clock_seconds
-        if last or not self.overlap.gradient_reduction:
-            streams.wait(streams.issue(left_over, REDUCTION))
-        else:
+        if one.reduction is None:
+            streams.wait_for_all()
+        elif one.reduction.edge is Edge.LEFT:
             streams.issue_background(left_over)
+        else:
+            streams.wait(streams.issue(left_over, REDUCTION))
         return self._since(begin, stalled, end)
 
     def _since(self, begin: float, stalled: float, end_of_calls: float) -> MicroBatchPass:

@@ -18,16 +18,11 @@ from autopar.solve.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class CallState:
-    """The state of one call under one ZeRO stage: bytes that the allocator reserves, and the seconds of `StateCommunication`."""
+class CallState(StateCommunication):
+    """The state of one call under one ZeRO stage, on a pipeline stage: its communication, and the bytes that the allocator
+    reserves."""
 
     bytes: float
-    optimizer_seconds: float
-    accumulate_seconds: float
-    gather_each: float
-    gather_backward: float
-    reduce_each: float
-    reduce_last: float
 
 
 def call_states(problem: Problem, name: str, micro_batches: int) -> dict[int, CallState]:
@@ -85,12 +80,6 @@ def sharded_state(
 
 def _state(problem: Problem, block: str, own: Sequence[Parameter], zero: int, micro_batches: int) -> CallState:
     sent, size = sharded_state(problem, block, own, zero, micro_batches)
-    return CallState(
-        bytes=size,
-        optimizer_seconds=sent.optimizer_seconds,
-        accumulate_seconds=sent.accumulate_seconds,
-        gather_each=sent.gather_each,
-        gather_backward=sent.gather_backward,
-        reduce_each=sent.reduce_each,
-        reduce_last=sent.reduce_last,
-    )
+    seconds = {each.name: getattr(sent, each.name) for each in fields(sent)}
+    # weights that are gathered once arrive while a stage waits for its first micro-batch
+    return CallState(**seconds | {"gather_first": 0.0}, bytes=size)

@@ -7,9 +7,11 @@ is there. So the linear program is below every plan of the point; it has some hu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation
 from autopar.solve.bounds.call_state import own_parameters, sharded_state
@@ -45,11 +47,10 @@ def memory_bound(
     average, all stages together have so many times the memory, and one micro-batch is in flight at least. `flow` is of one
     pipeline stage then.
 
-    ``minimise t + optimizer``, where ``t >= wait + main + recomputation + contention x overlappable`` (what overlaps
-    compute slows it by its share, and what does not adds all of itself) and ``t >= state communication + shared``, so for every
-    weight ``t >= flow[weight] + weight x (wait + recomputation + contention x overlappable) + (1 - weight) x communication``.
-    Overlappable are the transfers of `micro_batch_clock`: neither the last call gathers between a forward and its backward, nor
-    the first one between a backward and the next forward. In a pipeline these do; but there the weights that are gathered once
+    ``minimise t + optimizer``, where ``t >= wait + main + recomputation + beside compute`` (what overlaps compute slows it by
+    the contention, and what is exposed adds all of itself: `events.state_transfers`) and ``t >= state communication + shared``,
+    so for every weight ``t >= flow[weight] + weight x (wait + recomputation + beside compute) + (1 - weight) x communication``.
+    In a pipeline any call may be at the end of a chunk, so all of it counts as overlapped; the weights that are gathered once
     arrive while a stage waits, and the last reductions of a chunk run beside the backward of another one, which slows nothing
     (`stage_times`).
     """
@@ -88,34 +89,37 @@ class _MemoryRelaxation:
         self.optimizer: dict[int, float] = {}
         self.offload: dict[str, dict[int, float]] = {}
         self.communication: dict[int, float] = {}
-        self.overlappable: dict[int, float] = {}
+        self.beside_compute: dict[int, float] = {}
         self.memory: dict[int, float] = {}
 
     def add_states(self) -> None:
         """Add the state: every parameter sharded over all model axes, and the state of each kind of call over the data axis as is
         best."""
-        for kind, count in self.problem.boundary.kind_counts.items():
-            kinds = self.problem.boundary.call_kinds
-            self._add_state(kind, count, is_first=kind == kinds[0], is_last=kind == kinds[-1])
+        kinds = self.problem.boundary.call_kinds
+        for kind in self.problem.boundary.kind_counts:
+            ends = Counter((index == 0, index == len(kinds) - 1) for index, each in enumerate(kinds) if each == kind)
+            self._add_state(kind, ends)
         # t >= state communication
         self.model.at_least(self.t, self.communication)
 
-    def _add_state(self, kind: CallKind, count: int, is_first: bool, is_last: bool) -> None:
+    def _add_state(self, kind: CallKind, ends: Mapping[tuple[bool, bool], int]) -> None:
+        """Add the state of the calls of a kind. `ends`: how many of them are (not) the first and the last of all."""
         problem, model, own = self.problem, self.model, own_parameters(self.problem, kind)
-        chosen = {zero: model.variable(1.0) for zero in problem.zeros}
+        count, chosen = sum(ends.values()), {zero: model.variable(1.0) for zero in problem.zeros}
         # sum_zero z = 1
         model.row([(z, 1.0) for z in chosen.values()], 1.0, 1.0)
+        passes = list(step_transfers(problem.cluster.overlap, self.pipelined).counted(self.micro_batches))
         for zero, z in chosen.items():
             communication, state_bytes = sharded_state(problem, kind.block, own, zero, self.micro_batches)
-            sent = count * communication.data_axis_seconds(self.micro_batches)
             if self.pipelined:
                 hidden = communication.reduce_last + (0.0 if communication.gather_each else communication.gather_first)
-                sent, kept = max(0.0, sent - count * hidden), 0.0
+                sent = overlapped = count * max(0.0, transfer_seconds(passes, communication).sent - hidden)
             else:
-                kept = self.micro_batches * communication.gather_backward * is_last
-                kept += (self.micro_batches - 1) * communication.gather_each * is_first
+                moved = [(number, transfer_seconds(passes, communication, *end)) for end, number in ends.items()]
+                sent = sum(number * each.sent for number, each in moved)
+                overlapped = sum(number * each.overlapped for number, each in moved)
             self.communication[z] = sent / self.unit
-            self.overlappable[z] = (sent - kept) / self.unit
+            self.beside_compute[z] = (self.problem.cluster.overlap.contention * overlapped + sent - overlapped) / self.unit
             self.optimizer[z] = count * communication.optimizer_seconds / self.unit
             self.memory[z] = count * state_bytes / self.budget_bytes
 
@@ -154,9 +158,8 @@ class _MemoryRelaxation:
             # t >= copies of a block's tensors to the host and back
             model.at_least(self.t, copied)
         for weight, seconds in flow.items():
-            # t >= flow[weight] + weight x (wait + sum r * seconds + contention x overlappable) + (1 - weight) x communication
-            slowed = weight * self.problem.cluster.overlap.contention
-            terms: Terms = total((weight, self.recompute), (slowed, self.overlappable), (1 - weight, self.communication))
+            # t >= flow[weight] + weight x (wait + sum r * seconds + beside compute) + (1 - weight) x communication
+            terms: Terms = total((weight, self.recompute), (weight, self.beside_compute), (1 - weight, self.communication))
             model.at_least(self.t, terms, seconds / self.unit + weight * wait)
 
     def add_memory(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from autopar.cost_models.events.state_transfers import Edge, Transfer, step_transfers
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine
 from autopar.solve.bounds.call_state import CallState
@@ -67,6 +68,13 @@ class ClassCalls:
     saved: dict[int, tuple[int, int]] = field(default_factory=dict)
     longer: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def transfers(self) -> tuple[Transfer, Transfer, Transfer]:
+        """The gathers of a later forward and of a backward, and the reduction."""
+        order = step_transfers(self.overlap, pipelined=True)
+        assert order.backward.reduction is not None
+        return order.forward.gather, order.backward.gather, order.backward.reduction
+
     def states(self) -> Iterator[tuple[int, CallState]]:
         """The columns of the calls under each ZeRO stage."""
         for block, columns in self.sharded.items():
@@ -89,17 +97,18 @@ class ClassCalls:
         first forward of a step, where transfers may run while the stage waits anyway; 1 for a forward after it; 2 for such a
         forward and a backward before the last: what the backward leaves over, its transfers and the reduction of the first call,
         ends there."""
-        reduced = self.overlap.gradient_reduction and not self.overlap.gradient_buffers
+        gather, again, reduction = self.transfers
+        reduced = reduction.overlaps and not self.overlap.gradient_buffers
         both = inner_passes == 2 and direction.forward > 0 and direction.inputs > 0
         terms = dict[int, float]()
         for column, one in self.states():
-            backward = one.gather_backward + (one.reduce_each if reduced or both else 0.0)
-            terms[column] = (direction.forward * one.gather_each + direction.inputs * backward) / self.unit
-        longest = 0.0 if both else max((one.reduce_each for _, one in self.states()), default=0.0) * reduced
+            backward = again.seconds(one) + (reduction.seconds(one) if reduced or both else 0.0)
+            terms[column] = (direction.forward * gather.seconds(one) + direction.inputs * backward) / self.unit
+        longest = 0.0 if both else max((reduction.seconds(one) for _, one in self.states()), default=0.0) * reduced
         return terms, (transfers_of(direction, inner_passes) * self.sends - direction.inputs * longest * self.size) / self.unit
 
     def holds_left(self, direction: DurationLine, inner_passes: int) -> float:
-        """Return whether `sent` leaves out what `left_reductions` says of a next forward."""
+        """Return whether `sent` leaves out what the reduction of the first call says of a next forward."""
         return direction.forward if inner_passes and not (inner_passes == 2 and direction.inputs) else 0.0
 
     def least_of_one(self, seconds: Mapping[int, float]) -> Linear:
@@ -107,18 +116,9 @@ class ClassCalls:
         least = min((each for each in seconds.values() if each), default=0.0) / self.unit
         return {column: -least for column, each in seconds.items() if not each}, least * self.size
 
-    def first_gathers(self) -> Linear:
-        """The gather that begins each forward of a chunk, for which it waits."""
-        return self.least_of_one({column: one.gather_each for column, one in self.states()})
-
-    def last_gathers(self) -> Linear:
-        """The gather that begins each backward."""
-        return self.least_of_one({column: one.gather_backward for column, one in self.states()})
-
-    def left_reductions(self) -> Linear:
-        """The reduction of a chunk's first call, which runs beside its next forward."""
-        each = {column: one.reduce_each * self.overlap.gradient_reduction for column, one in self.states()}
-        return self.least_of_one(each)
+    def at_edge(self, transfer: Transfer, edge: Edge) -> Linear:
+        """Return the transfer of the one call of each chunk that has no call to overlap with, where this becomes of it."""
+        return self.least_of_one({column: transfer.seconds(one) * (transfer.edge is edge) for column, one in self.states()})
 
 
 def transfers_of(direction: DurationLine, inner_passes: int) -> float:

@@ -29,14 +29,13 @@ Expression = dict[int, float]
 class StateTerms:
     """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u.
 
-    Seconds, as `StateCommunication`: gather_forward, gather_backward: all-gathers (a later forward of a step gathers what a
-    backward does). reduce_last, reduce_each: reductions after the last and after each other backward. accumulate: added to each
-    backward. optimizer_streaming, optimizer_launches: the update of the local shard.
+    Seconds: the fields of `StateCommunication` of the same names; accumulate: added to each backward. optimizer_streaming,
+    optimizer_launches: the update of the local shard.
 
     Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant.
     """
 
-    gather_forward: Expression = field(default_factory=dict)
+    gather_first: Expression = field(default_factory=dict)
     gather_backward: Expression = field(default_factory=dict)
     reduce_last: Expression = field(default_factory=dict)
     reduce_each: Expression = field(default_factory=dict)
@@ -55,6 +54,11 @@ class StateTerms:
     gradients_in_place: Expression = field(default_factory=dict)
     accumulated: Expression = field(default_factory=dict)
     buffer_bytes: float = 0.0
+
+    @property
+    def gather_each(self) -> Expression:
+        """A later forward gathers what a backward does."""
+        return self.gather_backward
 
 
 @dataclass(slots=True)

@@ -222,7 +222,7 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
         extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
         gathers, reductions = costs.state_price_bends(zero, problem.precision, optimizer_named(problem.optimizer))
-        terms.seconds(out.gather_forward, prices.gather_forward, elements, extremes, gathers)
+        terms.seconds(out.gather_first, prices.gather_forward, elements, extremes, gathers)
         terms.seconds(out.gather_backward, prices.gather_backward, elements, extremes, gathers)
         terms.seconds(out.reduce_last, prices.reduce, trained, trained_extremes, reductions)
         if problem.micro_batches > 1:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from dataclasses import dataclass
 
-from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
+from autopar.cost_models.events.memory_moments import Of
+from autopar.cost_models.events.state_transfers import Edge, PassTransfers, step_transfers
+from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total
+from autopar.solve.problem.boundary import CallKind
 from autopar.solve.problem.problem import BlockTable, StreamSeconds
 
 
@@ -65,77 +69,68 @@ def _overlapped_offload(form: Formulation, main: Terms, offload: Terms) -> int:
 
 
 def add_step_seconds(form: Formulation) -> None:
-    """Add the objective: step = first gather + first forward + (m - 1) (backward + later forward) + last backward + last
-    reduction + optimizer, for m micro-batches. All later forwards are equal, and all backwards but the last (see
-    `micro_batch_clock`)."""
-    model, boundary, states, micro_batches = form.model, form.problem.boundary, form.states, form.problem.micro_batches
-    first, root = states[boundary.call_kinds[0]], states.get(None)
-    model.minimise(first.gather_forward)
-    model.minimise(first.reduce_last)
-    if root is not None:
-        model.minimise(root.gather_forward)
-        model.minimise(root.reduce_last)
-    model.minimise(_forward_pass(form, lambda state: state.gather_forward)[0])
-    model.minimise(_backward_pass(form, lambda state: state.reduce_last))
-    if micro_batches > 1:
-        _add_other_micro_batches(form, first, root)
-    for key, state in states.items():
+    """Add the objective: step = first forward + (m - 1) (backward + later forward) + last backward + optimizer, for m
+    micro-batches, with the transfers of state in each pass (`cost_models.events.state_transfers`)."""
+    model, boundary, overlap = form.model, form.problem.boundary, form.problem.cluster.overlap
+    order, others = step_transfers(overlap), float(form.problem.micro_batches - 1)
+    model.minimise(_play(form, order.first_forward).seconds)
+    model.minimise(_play(form, order.last_backward).seconds)
+    if others:
+        later, backward = _play(form, order.forward), _play(form, order.backward)
+        forward = model.variable()
+        # t >= sum of the calls, slowed by the reductions that the backward before has left over
+        model.at_least(forward, total((1.0, later.seconds), (overlap.contention, backward.left)))
+        # t >= all transfers: gathers, exposed collectives on their link, and those reductions
+        model.at_least(forward, total((1.0, later.transfers), (1.0, backward.left)))
+        model.minimise(total((others, {forward: 1.0}), (others, backward.seconds)))
+    for key, state in form.states.items():
         if state.optimizer_streaming:
             # optimizer = streaming of the local shard + launches (of a CPU)
             count = float(boundary.kind_counts[key] if key is not None else 1)
             model.minimise(total((count, state.optimizer_streaming), (count, state.optimizer_launches)))
 
 
-def _add_other_micro_batches(form: Formulation, first: StateTerms, root: StateTerms | None) -> None:
-    """Add (m - 1) (backward + later forward). The last reductions of a micro-batch overlap the forward of the next one."""
-    model, overlap = form.model, form.problem.cluster.overlap
-    others = float(form.problem.micro_batches - 1)
-    calls, transfers = _forward_pass(form, lambda state: state.gather_backward)
-    forward = model.variable()
-    last_reductions = first.reduce_each if root is None else total((1.0, first.reduce_each), (1.0, root.reduce_each))
-    overlapped = last_reductions if overlap.gradient_reduction else {}
-    # t >= sum of the calls, slowed by the last reductions of the micro-batch before
-    model.at_least(forward, total((1.0, calls), (overlap.contention, overlapped)))
-    # t >= all transfers: gathers, exposed collectives on their link, and those reductions
-    model.at_least(forward, total((1.0, transfers), (1.0, overlapped)))
-    model.minimise({forward: others})
-    if not overlap.gradient_reduction:
-        model.minimise(total((others, last_reductions)))
-    model.minimise(total((others, _backward_pass(form, lambda state: state.reduce_each))))
+@dataclass(frozen=True, slots=True)
+class _PassTerms:
+    """A pass as expressions: its `seconds`, those of all `transfers` on links of the data axis, and of those that are `left` to
+    the next forward."""
+
+    seconds: Terms
+    transfers: Terms
+    left: Terms
 
 
-def _forward_pass(form: Formulation, gather: Callable[[StateTerms], Terms]) -> tuple[Terms, Terms]:
-    """Return a forward, in which each call overlaps the gather of the next one: its seconds, and those of all transfers."""
-    parts: list[tuple[float, Terms]] = []
+def _play(form: Formulation, one: PassTransfers) -> _PassTerms:
+    """Return a pass, in which each call overlaps the transfers of its neighbours. Calls with equal neighbours are equal."""
+    states, root, kinds = form.states, form.states.get(None), form.problem.boundary.call_kinds
+    around: list[CallKind | None] = [None, *kinds, None]
+    columns, ends = (form.backward, 0) if one.backward else (form.forward, len(kinds) - 1)
+    seconds: list[tuple[float, Terms]] = []
     transfers: list[tuple[float, Terms]] = []
-    prefetched = form.problem.cluster.overlap.parameter_gather
-    for (kind, following), count in form.problem.boundary.forward_neighbours.items():
-        main, shared = form.forward[kind.block]
-        gathered = gather(form.states[following]) if following is not None else {}
-        overlapped = gathered if prefetched else {}
-        parts.append((float(count), _call_seconds(form, {main: 1.0}, overlapped, shared)))
-        parts.append((0.0 if prefetched else float(count), gathered))
-        transfers += [(float(count), gathered), (float(count), shared)]
-    return total(*parts), total(*transfers)
-
-
-def _backward_pass(form: Formulation, reduce: Callable[[StateTerms], Terms]) -> Terms:
-    """Return one backward, in which each call overlaps the reduction of the next call and the gather of the previous one."""
-    parts: list[tuple[float, Terms]] = []
-    overlap = form.problem.cluster.overlap
-    for (following, kind, previous), count in form.problem.boundary.backward_neighbours.items():
-        main, shared = form.backward[kind.block]
-        reduced = reduce(form.states[following]) if following is not None else {}
-        gathered = form.states[previous].gather_backward if previous is not None else {}
-        overlapped = total((float(overlap.gradient_reduction), reduced), (float(overlap.parameter_gather), gathered))
-        exposed = total((float(not overlap.gradient_reduction), reduced), (float(not overlap.parameter_gather), gathered))
-        parts.append((float(count), exposed))
-        # gradients of shared parameters are complete when the first call's backward ends
-        shared_too = previous is None and None in form.states
-        accumulated = total((1.0, form.states[kind].accumulate), (1.0, form.states[None].accumulate if shared_too else {}))
-        busy = total((1.0, {main: 1.0}), (1.0, accumulated))
-        parts.append((float(count), _call_seconds(form, busy, overlapped, shared)))
-    return total(*parts)
+    left: list[tuple[float, Terms]] = []
+    # the call whose transfer runs beside a call is the next one where the transfer runs beside its previous one
+    steps = [1 if each.beside is Of.PREVIOUS else -1 for each in one.transfers]
+    equal = Counter((kind, tuple(around[index + 1 + step] for step in steps), index == ends) for index, kind in enumerate(kinds))
+    for (kind, neighbours, last), count in equal.items():
+        main, shared = columns[kind.block]
+        beside = [(each, getattr(states[key], each.field)) for each, key in zip(one.transfers, neighbours, strict=True) if key]
+        busy: Terms = {main: 1.0}
+        if one.reduction is not None:
+            # gradients of shared parameters are complete when the first call's backward ends
+            accumulated = root.accumulate if root is not None and last else {}
+            busy = total((1.0, busy), (1.0, states[kind].accumulate), (1.0, accumulated))
+        overlapped = total(*((float(each.overlaps), terms) for each, terms in beside))
+        seconds += [(float(count) * (not each.overlaps), terms) for each, terms in beside]
+        seconds.append((float(count), _call_seconds(form, busy, overlapped, shared)))
+        transfers += [(float(count), terms) for _, terms in beside] + [(float(count), shared)]
+    edges = [(each, states[kinds[0 if step > 0 else -1]], each.field) for each, step in zip(one.transfers, steps, strict=True)]
+    if root is not None:
+        edges += [(one.gather, root, one.root_gather)] if one.root_gather else []
+        edges += [(one.reduction, root, one.root_reduction)] if one.reduction is not None else []
+    for transfer, state, field in edges:
+        if transfer.edge is not Edge.ABSENT:
+            (left if transfer.edge is Edge.LEFT else seconds).append((1.0, getattr(state, field)))
+    return _PassTerms(total(*seconds), total(*transfers), total(*left))
 
 
 def _call_seconds(form: Formulation, main: Terms, overlapped: Terms, shared: Terms) -> Terms:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy
 
+from autopar.cost_models.events.state_transfers import Edge
 from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.solve.bounds.call_lines import DurationLine, SavedLine
@@ -135,10 +136,10 @@ class _Program:
         model, part, contention = self.model, self.parts[number], self.limits.overlap.contention
         columns = [each[number] for each in self.columns]
         model.row({count: 1.0 for count in part.counts.values()}, float(part.size), INFINITY)
-        waits, left = (
-            [self._positive(part.first_gathers()), self._positive(part.last_gathers())],
-            self._positive(part.left_reductions()),
-        )
+        gather, again, reduction = part.transfers
+        # a chunk waits for the gathers that begin its passes; the reduction of its first call runs beside its next forward
+        waits = [self._positive(part.at_edge(each, Edge.EXPOSED)) for each in (gather, again)]
+        left = self._positive(part.at_edge(reduction, Edge.LEFT))
         for line, direction in enumerate(self.calls[0].durations):
             computed = part.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from autopar.cost_models.events.memory_moments import CallMemory, held_bytes
+from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.hardware.overlap import Overlap
@@ -199,9 +200,14 @@ def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSettin
     communication = StateCommunication.of(cost, zero, setting.shards, setting.device, setting.precision, many)
     forward = sum(seconds for seconds, _ in trace.forward)
     backward = sum(seconds for seconds, _ in trace.backward) + communication.accumulate_seconds
-    hidden = communication.gather_backward + communication.reduce_each
-    forward_pass = max(forward + contention * communication.gather_each, communication.gather_each)
-    backward_pass = max(backward + contention * hidden, hidden)
+    order = step_transfers(setting.overlap, pipelined=True)
+    forward_pass, backward_pass = (
+        max(seconds + contention * beside.overlapped, beside.overlapped) + beside.exposed
+        for seconds, beside in (
+            (forward, transfer_seconds([(1, order.forward)], communication)),
+            (backward, transfer_seconds([(1, order.backward)], communication)),
+        )
+    )
     held, memory, one = 1 + fragmentation(setting.device), cost.memory, trace.memory
     # with one micro-batch the gradients of every call are there at the end
     stays = held_bytes(memory, many > 1) + (memory.gradients if many == 1 else 0.0)

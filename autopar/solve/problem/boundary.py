@@ -110,15 +110,3 @@ class BlockBoundaries:
     def kind_counts(self) -> Counter[CallKind]:
         """Calls of each kind."""
         return Counter(self.call_kinds)
-
-    @cached_property
-    def forward_neighbours(self) -> Counter[tuple[CallKind, CallKind | None]]:
-        """The pairs (call, next call) with counts: while `call` runs forward, the parameters of the next are all-gathered."""
-        return Counter(zip(self.call_kinds, [*self.call_kinds[1:], None], strict=True))
-
-    @cached_property
-    def backward_neighbours(self) -> Counter[tuple[CallKind | None, CallKind, CallKind | None]]:
-        """The triples (next call, call, previous call) with counts: while `call` runs backward, the gradients of the next call
-        are reduced and the parameters of the previous one gathered."""
-        kinds = self.call_kinds
-        return Counter(zip([*kinds[1:], None], kinds, [None, *kinds[:-1]], strict=True))

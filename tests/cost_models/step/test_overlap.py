@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_parser import parse_overlap
 from autopar.cost_models.hardware.overlap import Overlap
@@ -61,7 +62,8 @@ def test_bounds(
     """No less than the main stream alone, no more than one thing after the other; freedom from contention never hurts."""
     found = seconds(simulate_step(calls, root, MINE, many, overlap=Overlap(contention, reductions, gathers)))
     alone = many * sum(ticks for part in calls for ticks, _ in (*part.forward, *part.backward))
-    sent = sum(each.data_axis_seconds(many) for each in (root, *(part.communication for part in calls)))
+    passes = list(step_transfers(Overlap()).counted(many))
+    sent = sum(transfer_seconds(passes, each).sent for each in (root, *(part.communication for part in calls)))
     assert alone <= found + 1e-9 and found <= alone + sent + 1e-9
     assert seconds(simulate_step(calls, root, MINE, many, overlap=Overlap(0.0, reductions, gathers))) <= found + 1e-9
     assert seconds(simulate_step(calls, root, MINE, many, overlap=Overlap(0.0, True, gathers))) <= found + 1e-9

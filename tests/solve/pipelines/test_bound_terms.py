@@ -63,7 +63,7 @@ def ends_of(timed: TimedSchedule, table: list[float], lags: list[float]) -> list
 
 def test_dominated_state_is_left_out() -> None:
     random = Random(0)
-    states = [CallState(*(float(random.randint(0, 3)) for _ in range(7))) for _ in range(60)]
+    states = [CallState(*(float(random.randint(0, 3)) for _ in range(8))) for _ in range(60)]
     kept = undominated(states)
     assert 1 < len(kept) < 60
 

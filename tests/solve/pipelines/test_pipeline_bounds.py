@@ -61,7 +61,7 @@ class Layers:
         directions = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
         lines = tuple(DurationLine(*each, sum(w * part for w, part in zip(each, three, strict=True))) for each in directions)
         saved = (SavedLine(1.0, self.again, self.again),) if place is None else ()
-        return BlockCalls(count, place, lines, saved, (CallState(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
+        return BlockCalls(count, place, lines, saved, (CallState(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
     def chunks(self, sizes: Sequence[int], again: Sequence[int]) -> list[ChunkSeconds]:
         """So many layers in each, of which so many are computed again; and the head in the last one."""
