@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
-from autopar.cost_models.events.memory_moments import held_bytes
+from autopar.cost_models.events.memory_terms import held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named

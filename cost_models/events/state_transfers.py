@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from autopar.cost_models.events.memory_moments import Of
+from autopar.cost_models.events.memory_terms import Of
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.state.state_communication import StateCommunication
 

@@ -1,4 +1,4 @@
-"""Peak memory of a device: the moments of a training step (`events.memory_moments`) with the bytes of one plan, and the table of
+"""Peak memory of a device: the events of a training step (`events.memory_terms`) with the bytes of one plan, and the table of
 the largest one."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from autopar.cost_models.events.memory_moments import CALL_FIELDS, STATE_FIELDS, CallMemory, Of, Term, step_moments
+from autopar.cost_models.events.memory_terms import CALL_FIELDS, STATE_FIELDS, CallMemory, Of, Term, step_events
 from autopar.cost_models.state.offload_cost import update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 
@@ -31,7 +31,7 @@ _GRADIENTS, _ACTIVATIONS, _TEMPORARIES = (VARYING.index(kind) for kind in ("grad
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """The bytes at one moment of the step.
+    """The bytes at one event of the step.
 
     phase: forward, gather (all-gather for the backward), backward, reduction (the backward has ended) or optimizer.
     call: index of the call, -1 for the optimizer.
@@ -60,7 +60,7 @@ class PeakMemory:
     event: MemoryEvent
     table: dict[str, float]
     held_bytes: float = 0.0
-    played: PlayedMoments | None = None
+    played: StepMemory | None = None
     update: MemoryEvent | None = None
 
     @property
@@ -96,7 +96,7 @@ def peak_memory(
     }
     gradients = sum(state.gradients for state in states)
     update = MemoryEvent("optimizer", -1, gradients, 0.0, 0.0, update_temporaries(states, foreach))
-    played = PlayedMoments.of(calls, root, micro_batches > 1)
+    played = StepMemory.of(calls, root, micro_batches > 1)
     peak = max(played.largest(), update, key=lambda event: event.total_bytes)
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
@@ -108,7 +108,7 @@ def peak_memory(
 
 def running_bytes(call: CallMemory, several: bool) -> float:
     """Return the most that a call allocates while it runs between calls like it, beside what is saved and what stays."""
-    step = step_moments(several)
+    step = step_events(several)
     near = Of.HERE, Of.PREVIOUS, Of.NEXT
 
     def size(term: Term) -> float:
@@ -122,18 +122,18 @@ def running_bytes(call: CallMemory, several: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedMoments:
-    """The bytes of one stage at all moments of its step, ``[call, moment, kind]``: of the forward, the backward, and the end.
-    `occurs`: whether there is such a moment, ``[call, moment]``. `phases`: of each moment."""
+class StepMemory:
+    """The bytes of one stage at all events of its step, ``[call, event, kind]``: of the forward, the backward, and the end.
+    `occurs`: whether there is such an event, ``[call, event]``. `phases`: of each event."""
 
     bytes: Any
     occurs: Any
     phases: tuple[str, ...]
 
     @staticmethod
-    def of(calls: Sequence[CallMemory], root: StateMemory, several: bool) -> PlayedMoments:
+    def of(calls: Sequence[CallMemory], root: StateMemory, several: bool) -> StepMemory:
         """Play a step of one micro-batch or of `several`."""
-        step, count = step_moments(several), len(calls)
+        step, count = step_events(several), len(calls)
         played = (_coefficients(several) @ _summands(calls, root)).max(axis=0)
         occurs = numpy.ones((count, len(step.backward) + 2), dtype=bool)
         occurs[1:, -1] = False
@@ -142,14 +142,14 @@ class PlayedMoments:
             if each.at_shared_sum:
                 occurs[int(shared) :, number] = False
         phases = step.forward.phase, *(each.phase for each in step.backward), step.end.phase
-        return PlayedMoments(played.reshape(len(phases), len(VARYING), count).transpose(2, 0, 1), occurs, phases)
+        return StepMemory(played.reshape(len(phases), len(VARYING), count).transpose(2, 0, 1), occurs, phases)
 
     def largest(self) -> MemoryEvent:
         """Return the event with most bytes, the first of several."""
         totals = numpy.where(self.occurs, self.bytes.sum(axis=2), -1.0)
         forward, backward = int(totals[:, 0].argmax()), int(totals[::-1, 1:].argmax())
-        call, moment = divmod(backward, totals.shape[1] - 1)
-        ends = (forward, 0), (len(totals) - 1 - call, moment + 1)
+        call, event = divmod(backward, totals.shape[1] - 1)
+        ends = (forward, 0), (len(totals) - 1 - call, event + 1)
         return self._event(*max(ends, key=lambda place: totals[place]))
 
     def most_bytes(self, *kinds: str) -> float:
@@ -158,12 +158,12 @@ class PlayedMoments:
 
     def events(self) -> Iterator[MemoryEvent]:
         """Yield all events in their order: forwards, and backwards from the last call to the first."""
-        calls, moments = range(len(self.bytes)), range(1, len(self.phases))
-        places = [(call, 0) for call in calls] + [(call, moment) for call in reversed(calls) for moment in moments]
+        calls, events = range(len(self.bytes)), range(1, len(self.phases))
+        places = [(call, 0) for call in calls] + [(call, event) for call in reversed(calls) for event in events]
         yield from (self._event(*place) for place in places if self.occurs[place])
 
-    def _event(self, call: int, moment: int) -> MemoryEvent:
-        return MemoryEvent(self.phases[moment], call, *self.bytes[call, moment].tolist())
+    def _event(self, call: int, event: int) -> MemoryEvent:
+        return MemoryEvent(self.phases[event], call, *self.bytes[call, event].tolist())
 
 
 def _summands(calls: Sequence[CallMemory], root: StateMemory) -> Any:
@@ -191,14 +191,14 @@ def _summands(calls: Sequence[CallMemory], root: StateMemory) -> Any:
 
 @lru_cache(maxsize=2)
 def _coefficients(several: bool) -> Any:
-    """Return the weights of all summands in each kind of each moment, once with each of the terms of which the largest counts,
-    ``[largest, moment x kind, of x field]``. A plan's peak is looked for hundreds of times in a search."""
-    step, fields, places = step_moments(several), (*CALL_FIELDS, *STATE_FIELDS), tuple(Of)
-    moments = [(step.base, each) for each in (step.forward, *step.backward)] + [((), step.end)]
-    out = numpy.zeros((2, len(moments), len(VARYING), len(places), len(fields)))
-    for number, (base, moment) in enumerate(moments):
+    """Return the weights of all summands in each kind of each event, once with each of the terms of which the largest counts,
+    ``[largest, event x kind, of x field]``. A plan's peak is looked for hundreds of times in a search."""
+    step, fields, places = step_events(several), (*CALL_FIELDS, *STATE_FIELDS), tuple(Of)
+    events = [(step.base, each) for each in (step.forward, *step.backward)] + [((), step.end)]
+    out = numpy.zeros((2, len(events), len(VARYING), len(places), len(fields)))
+    for number, (base, event) in enumerate(events):
         for choice in range(2):
-            for term in (*base, *moment.terms, *moment.largest[choice : choice + 1]):
+            for term in (*base, *event.terms, *event.largest[choice : choice + 1]):
                 place = VARYING.index(term.kind), places.index(term.of), fields.index(term.field)
                 out[(choice, number, *place)] += term.weight
-    return out.reshape(2, len(moments) * len(VARYING), -1)
+    return out.reshape(2, len(events) * len(VARYING), -1)

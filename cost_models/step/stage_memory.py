@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost_models.events.memory_moments import CallMemory
+from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.offload_cost import offload_target, update_temporaries

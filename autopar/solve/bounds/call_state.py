@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import le
 
-from autopar.cost_models.events.memory_moments import held_bytes
+from autopar.cost_models.events.memory_terms import held_bytes
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_communication import StateCommunication

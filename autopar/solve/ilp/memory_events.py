@@ -1,4 +1,4 @@
-"""The memory constraint: the moments of a step (`cost_models.events.memory_moments`) as linear rows, each below the capacity.
+"""The memory constraint: the events of a step (`cost_models.events.memory_terms`) as linear rows, each below the capacity.
 
 Events that another one dominates are left out. Along a run of equal calls the sum is linear, so its ends suffice; that keeps the
 number of rows independent of depth.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from autopar.cost_models.events.memory_moments import CALL_FIELDS, Moment, Of, Term, step_moments
+from autopar.cost_models.events.memory_terms import CALL_FIELDS, EventTerms, Of, Term, step_events
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
@@ -67,18 +67,18 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
     foreach = device.kind != "cpu" and not problem.precision.offload_optimizer  # by parts: the evaluator counts them
     yield total((1.0, fixed), (1.0, calls.every("gradients")), (float(foreach), parameters)), constant
-    step = step_moments(problem.micro_batches > 1)
+    step = step_events(problem.micro_batches > 1)
     base = {form.model.define(total((1.0, fixed), (1.0, calls.sum(step.base, 0)))): 1.0}
     shared = None in states and len(boundary.call_kinds) > 1
     for index, backward in _undominated_calls(boundary):
-        for moment in step.backward if backward else (step.forward,):
-            if not moment.at_shared_sum or (shared and not index):
-                yield from ((total((1.0, base), (1.0, row)), constant) for row in calls.rows(moment, index))
+        for event in step.backward if backward else (step.forward,):
+            if not event.at_shared_sum or (shared and not index):
+                yield from ((total((1.0, base), (1.0, row)), constant) for row in calls.rows(event, index))
     yield from ((total((1.0, fixed), (1.0, row)), constant) for row in calls.rows(step.end, 0))
 
 
 class _CallTerms:
-    """The moments of a step (`cost_models.events`) as expressions, in units of bytes. `counts`: calls of each kind."""
+    """The events of a step (`cost_models.events`) as expressions, in units of bytes. `counts`: calls of each kind."""
 
     def __init__(self, form: Formulation, memory: BlockMemoryTerms) -> None:
         self.form, self.memory, self.states = form, memory, form.states
@@ -90,12 +90,12 @@ class _CallTerms:
         """Return the sum of a field of all state."""
         return total(*((float(self.counts[key]), getattr(state, field)) for key, state in self.states.items()))
 
-    def rows(self, moment: Moment, index: int) -> Iterator[Expression]:
-        """Yield what is there at a moment of a call, with each of the terms of which the largest counts."""
-        row = self.sum(moment.terms, index)
-        if not moment.largest:
+    def rows(self, event: EventTerms, index: int) -> Iterator[Expression]:
+        """Yield what is there at an event of a call, with each of the terms of which the largest counts."""
+        row = self.sum(event.terms, index)
+        if not event.largest:
             yield row
-        for number, term in enumerate(moment.largest):
+        for number, term in enumerate(event.largest):
             following = self.kinds[index + 1 : index + 2]
             # a buffer that outlives the call is no larger than one of an equal call that does not
             if number == 0 or term.of is not Of.NEXT or following not in ([], [self.kinds[index]]):

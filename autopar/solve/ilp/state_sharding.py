@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.cost_models.events.memory_moments import STATE_FIELDS
+from autopar.cost_models.events.memory_terms import STATE_FIELDS
 from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.state.state_group import MatrixWork, StateGroup, matrix_work, stored_elements

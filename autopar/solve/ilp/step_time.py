@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from autopar.cost_models.events.memory_moments import Of
+from autopar.cost_models.events.memory_terms import Of
 from autopar.cost_models.events.state_transfers import Edge, PassTransfers, step_transfers
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total

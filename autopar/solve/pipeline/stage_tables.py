@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from autopar.cost_models.events.memory_moments import CallMemory, held_bytes
+from autopar.cost_models.events.memory_terms import CallMemory, held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_models.events.memory_moments import CallMemory
+from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
 from autopar.cost_models.step.memory_events import KINDS, PeakMemory, peak_memory

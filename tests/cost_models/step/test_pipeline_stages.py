@@ -10,7 +10,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.handwritten_candidates import candidate
 
 from autopar.cost_models.comm.collectives import collective_seconds
-from autopar.cost_models.events.memory_moments import CallMemory
+from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.overlap import Overlap

@@ -1,4 +1,4 @@
-"""The moments of a training step at which memory may peak, each a sum of terms: bytes of a call, of its neighbours, of all calls
+"""The events of a training step at which memory may peak, each a sum of terms: bytes of a call, of its neighbours, of all calls
 before it.
 
 The order is that of the runtime (FSDP2, gradient buckets, autograd), checked against the program itself by dry runs.
@@ -40,8 +40,8 @@ class Term(NamedTuple):
     weight: float = 1.0
 
 
-class Moment(NamedTuple):
-    """A moment of the step at every call. Of `largest`, two terms or none, only the larger one counts. `at_shared_sum`: it occurs
+class EventTerms(NamedTuple):
+    """An event of the step at every call. Of `largest`, two terms or none, only the larger one counts. `at_shared_sum`: it occurs
     at the first call alone, where trained parameters are shared with later ones."""
 
     phase: str
@@ -50,14 +50,14 @@ class Moment(NamedTuple):
     at_shared_sum: bool = False
 
 
-class StepMoments(NamedTuple):
-    """The moments of a step before the optimizer's update: each call's forward, then those of each call's backward; at the `end`
+class StepEvents(NamedTuple):
+    """The events of a step before the optimizer's update: each call's forward, then those of each call's backward; at the `end`
     that of the first call has ended. `base` is there at all of `forward` and `backward`."""
 
     base: tuple[Term, ...]
-    forward: Moment
-    backward: tuple[Moment, ...]
-    end: Moment
+    forward: EventTerms
+    backward: tuple[EventTerms, ...]
+    end: EventTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ def held_bytes(state: StateMemory, several: bool) -> float:
     return sum(each.weight * float(getattr(state, each.field)) for each in held_terms(several))
 
 
-def step_moments(several: bool) -> StepMoments:
-    """Return the moments of a step of one or `several` micro-batches.
+def step_events(several: bool) -> StepEvents:
+    """Return the events of a step of one or `several` micro-batches.
 
     Forward of a call: what earlier calls saved, all that it allocates, its gathered weights and the flat buffer that they are
     gathered into. (After the first micro-batch, weights that stay gathered are not gathered again.)
@@ -142,19 +142,19 @@ def step_moments(several: bool) -> StepMoments:
     def shared(of: Of, weight: float = 1.0) -> tuple[Term, ...]:
         return tuple(Term("temporaries", field, of, weight) for field in _ROOT_GRADIENTS)
 
-    forward = Moment("forward", (
+    forward = EventTerms("forward", (
         weights,
         Term("activations", "latest", Of.BEFORE),
         Term("temporaries", "forward_bytes", Of.HERE),
         flat_buffer,
         *(() if several else (Term("collectives", "gathered_persistent", Of.HERE),)),
     ))  # fmt: skip
-    gather = Moment("gather", (*reduced, weights, saved, left, *shared(Of.ROOT_BUT_LAST), flat_buffer, reducing))
+    gather = EventTerms("gather", (*reduced, weights, saved, left, *shared(Of.ROOT_BUT_LAST), flat_buffer, reducing))
     working = Term("temporaries", "backward_bytes", Of.HERE)
-    backward = Moment("backward", (*reduced, weights, prefetched, saved, working, *shared(Of.ROOT_BUT_LAST), reducing))
+    backward = EventTerms("backward", (*reduced, weights, prefetched, saved, working, *shared(Of.ROOT_BUT_LAST), reducing))
     # another gradient is added to that of the shared weights, and allocates the sum
-    shared_sum = Moment("backward", (*reduced, weights, saved, left, *shared(Of.ROOT, 3.0), reducing), at_shared_sum=True)
-    reduction = Moment(
+    shared_sum = EventTerms("backward", (*reduced, weights, saved, left, *shared(Of.ROOT, 3.0), reducing), at_shared_sum=True)
+    reduction = EventTerms(
         "reduction",
         (
             *reduced,
@@ -167,13 +167,13 @@ def step_moments(several: bool) -> StepMoments:
         ),
         (Term("collectives", "freed_reduce_buffer", Of.HERE), reducing),
     )
-    end = Moment(
+    end = EventTerms(
         "reduction",
         (*held_terms(several)[1:], *of_root, transient_root, earlier, *(() if several else _gradients_that_stay(Of.ALL)),
          *shared(Of.ROOT)),
         (Term("collectives", "freed_reduce_buffer", Of.ROOT), reducing._replace(of=Of.HERE)),
     )  # fmt: skip
-    return StepMoments(base, forward, (gather, backward, shared_sum, reduction), end)
+    return StepEvents(base, forward, (gather, backward, shared_sum, reduction), end)
 
 
 def _gradients_that_stay(of: Of) -> tuple[Term, ...]:
