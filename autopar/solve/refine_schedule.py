@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from autopar.cost_models.hardware.allocator import fragmentation
@@ -51,7 +52,8 @@ def with_synthesized_schedule(
     actions = 3 * pipeline.stages * pipeline.virtual * candidate.micro_batches
     if pipeline.stages == 1 or pipeline.weight_versions > 1 or (not forced and actions > DEFAULT_ACTIONS):
         return result
-    synthesis = _synthesis(graph, candidate, cluster, result.evaluation, optimizer, FORCED_EFFORT if forced else DEFAULT_EFFORT)
+    effort, rival = (FORCED_EFFORT, inf) if forced else (DEFAULT_EFFORT, result.evaluation.step_seconds * (1 - min_improvement))
+    synthesis = _synthesis(graph, candidate, cluster, result.evaluation, optimizer, effort, rival)
     if synthesis is None:
         return result
     changed = replace(candidate, pipeline=replace(pipeline, schedule=SYNTHESIZED, actions=str(synthesis.schedule)))
@@ -70,7 +72,13 @@ def with_synthesized_schedule(
 
 
 def _synthesis(
-    graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Evaluation, optimizer: str, effort: float
+    graph: Graph,
+    candidate: Candidate,
+    cluster: Cluster,
+    evaluation: Evaluation,
+    optimizer: str,
+    effort: float,
+    rival_seconds: float,
 ) -> Synthesis | None:
     from autopar.solve.pipeline.synthesize import synthesize  # CP-SAT's package imports pandas: 0.4 s
 
@@ -97,6 +105,7 @@ def _synthesis(
             split_backward=True,
             blocking=times.blocking,
             effort=effort,
+            rival_seconds=rival_seconds,
             name=SYNTHESIZED,
         )
     except Infeasible:

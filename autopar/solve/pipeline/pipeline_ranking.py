@@ -22,11 +22,14 @@ _MAX_FAMILIES = 40
 """Families of points that are placed: a third of a second each where their blocks are large."""
 
 
-def rank_pipelines(search: StageSearch, bounds: PipelineBounds, points: Sequence[SearchPoint], best_seconds: float) -> Estimates:
-    """Return the estimated step of each point with each of its schedules, the shortest first, where it is below `best_seconds`.
-    At most `_MAX_FAMILIES` families of points are placed, those with the least bounds first. AutoparError where a forced
-    schedule fits none of the points."""
-    estimates = _Ranking(search, bounds, points, best_seconds).run()
+def rank_pipelines(
+    search: StageSearch, bounds: PipelineBounds, points: Sequence[SearchPoint], best_seconds: float, most_seconds: float
+) -> Estimates:
+    """Return the estimated step of each point with each of its schedules, the shortest first, where it is below `most_seconds`.
+    Left out before that is what takes `best_seconds` by bounds, or by an estimate without the memory constraint. At most
+    `_MAX_FAMILIES` families of points are placed, those with the least bounds first. AutoparError where a forced schedule fits
+    none of the points."""
+    estimates = _Ranking(search, bounds, points, best_seconds, most_seconds).run()
     return sorted(estimates, key=lambda each: (each[0], each[1].stages, each[2].virtual))
 
 
@@ -34,8 +37,16 @@ class _Ranking:
     """The estimates of one search. `ratios`: what larger micro-batches showed of smaller ones, where these are never faster.
     `beyond`: what memory and the communication of state add to the bound of a point, which no bubble makes longer."""
 
-    def __init__(self, search: StageSearch, bounds: PipelineBounds, points: Sequence[SearchPoint], best_seconds: float) -> None:
-        self.search, self.placement, self.bounds, self.best_seconds = search, search.placement, bounds, best_seconds
+    def __init__(
+        self,
+        search: StageSearch,
+        bounds: PipelineBounds,
+        points: Sequence[SearchPoint],
+        best_seconds: float,
+        most_seconds: float,
+    ) -> None:
+        self.search, self.placement, self.bounds = search, search.placement, bounds
+        self.best_seconds, self.most_seconds = best_seconds, most_seconds
         self.points = {each.point: each for each in points}
         self.seconds = {each.point: each.bound_seconds for each in points}
         self.beyond: dict[GridPoint, float] = {}
@@ -114,7 +125,7 @@ class _Ranking:
         if placed is None:
             return []
         estimates = ((self.search.estimate(placed, each), point, each) for each in schedules)
-        return self._as_run(point, [each for each in estimates if each[0] < self.best_seconds])
+        return self._as_run(point, [each for each in estimates if each[0] < self.most_seconds])
 
     def _as_run(self, point: GridPoint, estimates: Estimates) -> Estimates:
         """Estimate again what runs slower than under most schedules (which the tables of these say first, since they prune)."""
@@ -124,7 +135,7 @@ class _Ranking:
             return estimates
         again = [search.estimate(placed, each) if search.runs_apart(each) else seconds for seconds, _, each in estimates]
         pairs = zip(again, estimates, strict=True)
-        return [(seconds, point, each) for seconds, (_, _, each) in pairs if seconds < self.best_seconds]
+        return [(seconds, point, each) for seconds, (_, _, each) in pairs if seconds < self.most_seconds]
 
 
 def bubble_factor(point: GridPoint, option: ScheduleOption) -> float:

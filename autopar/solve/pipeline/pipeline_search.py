@@ -34,7 +34,7 @@ class PipelineSearch:
         state, tried, count = self.state, Counter[object](), 0
         pending = {each.point: each for each in points if state.is_open(each)}
         enough = state.best_seconds() * (1 - state.options.min_improvement)
-        estimates = rank_pipelines(self.stage_search, self.bounds, list(pending.values()), enough)
+        estimates = rank_pipelines(self.stage_search, self.bounds, list(pending.values()), enough, enough * _WORTH_PRICING)
         for each in pending.values() if state.seconds_left() > 0 else ():
             each.left_out = "estimated to be no faster than the best plan then"
         for seconds, point, _ in reversed(estimates):
@@ -48,7 +48,7 @@ class PipelineSearch:
             tried[key] += 1
             count += 1
             pending[point].left_out = "the partitions that were priced do not fit, or are listed with their schedules"
-            result = self.stage_search.solve_point(point, option)
+            result = self.stage_search.solve_point(point, option, state.best_seconds())
             if result is not None:
                 result.bound_seconds = pending[point].bound_seconds
                 yield result

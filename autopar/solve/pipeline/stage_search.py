@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
@@ -23,6 +24,7 @@ from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
+from autopar.solve.pipeline.spare_memory import StagePlan, pass_seconds, with_spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
 from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
@@ -33,6 +35,19 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 _ATTEMPTS = 3
 """Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
+
+
+class _PricedPlan(NamedTuple):
+    """A plan of stages with its graph and its price."""
+
+    graph: Graph
+    candidate: Candidate
+    evaluation: Evaluation
+
+
+def _bytes_left(evaluation: Evaluation) -> list[float]:
+    """Return what each stage leaves of its memory budget; negative where it does not fit."""
+    return [each.budget_bytes - each.peak_bytes for each in evaluation.stage_memory]
 
 
 class StageSearch:
@@ -91,23 +106,44 @@ class StageSearch:
             return max(least(0.0, 0.0), least(option.bubble_passes, shared * transfer) / shared)
         return least(option.bubble_passes, transfer)
 
-    def solve_point(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
+    def solve_point(self, point: GridPoint, option: ScheduleOption, rival_seconds: float = 0.0) -> MeshSolution | None:
         """Partition and price the point under one schedule, and partition it with a smaller budget where it does not fit. None
-        where no partition fits."""
+        where no partition fits. Where the step may come below `rival_seconds` by it, calls of one chunk recompute differently, to
+        use all of the memory."""
         placed = self.placed(point, option)
         if placed is None:
             return None
         margin = 0.0
         for _ in range(_ATTEMPTS):
-            partition = self._partition(placed, option, margin)
-            if partition is None:
+            plan = self._partition(placed, option, margin)
+            if plan is None:
                 break
-            graph, candidate, originals = partition
-            evaluation = self._price(graph, candidate, placed, originals)
-            if evaluation.fits:
-                return self._solution(point, option, graph, candidate, evaluation)
-            margin += 1.02 * (evaluation.peak_memory_bytes - evaluation.memory_budget_bytes)
+            found = self._priced(placed, option, plan)
+            if found.evaluation.fits:
+                found = self._with_spare_memory(placed, option, plan, found, rival_seconds)
+                return self._solution(point, option, found)
+            margin += 1.02 * (found.evaluation.peak_memory_bytes - found.evaluation.memory_budget_bytes)
         return None
+
+    def _with_spare_memory(
+        self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: _PricedPlan, rival_seconds: float
+    ) -> _PricedPlan:
+        """Return the plan with less recomputation in the memory that it leaves free. The tables' estimates of that are corrected
+        by what the evaluator says of a plan that uses it."""
+        point = placed.point
+        tables = [placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)]
+        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
+        spare, before = _bytes_left(found.evaluation), pass_seconds(plan, tables, ranks)
+        for _ in range(_ATTEMPTS):
+            more = with_spare_bytes(plan, tables, ranks, self._in_flight(point, option), spare)
+            gain = max(old - new for old, new in zip(before, pass_seconds(more, tables, ranks), strict=True))
+            if not gain or found.evaluation.step_seconds - point.micro_batches * gain >= rival_seconds:
+                return found
+            other = self._priced(placed, option, more)
+            if other.evaluation.fits:
+                return min(found, other, key=lambda each: each.evaluation.step_seconds)
+            spare = [each + 1.05 * min(0.0, left) for each, left in zip(spare, _bytes_left(other.evaluation), strict=True)]
+        return found
 
     def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
@@ -123,15 +159,11 @@ class StageSearch:
             for rank, count in zip(ranks, self._in_flight(point, option), strict=True)
         ]
         spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
-        partition = self._partition(placed, option, spare - 1) if spare is not None else None
-        if partition is None:
-            return None
-        graph, candidate, originals = partition
-        return self._solution(point, option, graph, candidate, self._price(graph, candidate, placed, originals))
+        plan = self._partition(placed, option, spare - 1) if spare is not None else None
+        return None if plan is None else self._solution(point, option, self._priced(placed, option, plan))
 
-    def _solution(
-        self, point: GridPoint, option: ScheduleOption, graph: Graph, candidate: Candidate, evaluation: Evaluation
-    ) -> MeshSolution:
+    def _solution(self, point: GridPoint, option: ScheduleOption, found: _PricedPlan) -> MeshSolution:
+        graph, candidate, evaluation = found
         return MeshSolution(
             mesh=point.mesh,
             status=Status.FEASIBLE if evaluation.fits else Status.INFEASIBLE,
@@ -147,16 +179,8 @@ class StageSearch:
             graph=graph,
         )
 
-    def _price(self, graph: Graph, candidate: Candidate, placed: PlacedPoint, originals: dict[str, str]) -> Evaluation:
-        known_costs = placed.costs.get(self.cluster.device, {})
-        costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
-        return evaluate(graph, candidate, self.cluster, self.options.optimizer, costs)
-
-    def _partition(
-        self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float
-    ) -> tuple[Graph, Candidate, dict[str, str]] | None:
-        """Return (graph with a block for each distinct plan, candidate, the original block of each), for the memory budget of the
-        devices without `margin_bytes`. None where no partition fits."""
+    def _partition(self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float) -> StagePlan | None:
+        """Return the best partition for the memory budget of the devices without `margin_bytes`. None where none fits."""
         point, split = placed.point, self.runs_apart(option)
         for device, tables in placed.tables.items():
             if (point, device, split) not in self._ranges:
@@ -183,13 +207,22 @@ class StageSearch:
         )
         if cut is None:
             return None
-        plans = []
-        for one, first, end in zip(each, cut.edges, cut.edges[1:], strict=False):
-            number, zero = ranges.names[int(one.choice[first, end])]
-            block_plans = placed.frontier.options[number]
-            plans += [replace(block_plans[call.block], zero=zero) for call in self.graph.calls[first:end]]
+        choices = [
+            ranges.names[int(one.choice[first, end])]
+            for one, (first, end) in zip(each, pairwise(cut.edges), strict=True)
+            for _ in range(first, end)
+        ]
+        return StagePlan(cut.edges, tuple(choices))
+
+    def _priced(self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan) -> _PricedPlan:
+        """Return the plan with a block for each distinct plan of a call, and its price."""
+        point, known_costs = placed.point, placed.costs.get(self.cluster.device, {})
+        plans = [
+            replace(placed.frontier.options[number][call.block], zero=zero)
+            for call, (number, zero) in zip(self.graph.calls, plan.choices, strict=True)
+        ]
         graph, blocks, originals = with_stage_variants(self.graph, plans)
-        pipeline = Pipeline(point.stages, option.virtual, option.schedule, cuts=cut.edges[1:-1])
+        pipeline = Pipeline(point.stages, option.virtual, option.schedule, cuts=plan.edges[1:-1])
         candidate = Candidate(
             mesh=point.mesh,
             blocks=blocks,
@@ -204,7 +237,8 @@ class StageSearch:
         repeated = values_worth_repeating(graph, candidate, self.cluster, priced)
         candidate = replace(candidate, pipeline=replace(pipeline, repeated=repeated))
         verify_candidate(graph, candidate, self.cluster.size)
-        return graph, candidate, originals
+        costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
+        return _PricedPlan(graph, candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs))
 
     def _with_sends(self, placed: PlacedPoint, ranges: BestRanges, before: int, rank: int) -> BestRanges:
         """Return the ranges of a chunk on stage `rank` that follows one on stage `before`, with their sends."""

@@ -145,16 +145,14 @@ class StageTables:
         self, stages: int, virtual: int, in_flight: float, usable_bytes: float, bubble_passes: float, transfer_seconds: float
     ) -> float:
         """Return an estimate of the step with equal stages of `virtual` equal chunks: at least the layers of the fullest chunk
-        (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Infinite where stages do not
-        fit that have `in_flight` micro-batches on average."""
+        (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Calls may have different
+        options (`spare_memory`). Infinite where stages do not fit that have `in_flight` micro-batches on average."""
         counts = Counter(call.block for call in self.graph.calls)
-        best = float("inf")
-        for (number, _), calls in zip(self.names, self.calls, strict=True):
+        by_zero: dict[int, list[tuple[float, float]]] = {}
+        for (number, zero), calls in zip(self.names, self.calls, strict=True):
             state = sum(counts[name] * call.state_bytes for name, call in calls.items())
             running = min(call.running_bytes for call in calls.values())
             saved = self.held * in_flight * sum(self.saved[number])
-            if (state + saved) / stages + self.inputs + running > usable_bytes:
-                continue
             pass_seconds = sum(counts[name] * call.pass_seconds for name, call in calls.items())
             update = sum(counts[name] * call.update_seconds for name, call in calls.items())
             chunks = stages * virtual
@@ -162,8 +160,9 @@ class StageTables:
             fullest = virtual * max((-(-counts[name] // chunks) * calls[name].pass_seconds for name in layers), default=0.0)
             load = max(pass_seconds / stages, fullest)
             fill = bubble_passes * (stages - 1) * pass_seconds / stages
-            best = min(best, self.setting.micro_batches * (load + transfer_seconds) + fill + update / stages)
-        return best
+            seconds = self.setting.micro_batches * (load + transfer_seconds) + fill + update / stages
+            by_zero.setdefault(zero, []).append(((state + saved) / stages + self.inputs + running, seconds))
+        return min(least_of_mixtures(points, usable_bytes) for points in by_zero.values())
 
     def range_options(self) -> RangeOptions:
         """Return the costs of all ranges of calls."""
@@ -221,6 +220,18 @@ def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSettin
         running_bytes=held * running_bytes(call, many > 1),
         exposed_seconds=communication.reduce_last,
     )
+
+
+def least_of_mixtures(points: Sequence[tuple[float, float]], usable_bytes: float) -> float:
+    """Return the least seconds within `usable_bytes` of mixtures of two options, given as (bytes, seconds): the lower convex hull
+    there. Infinite where no option fits."""
+    fit = [each for each in points if each[0] <= usable_bytes]
+    best = min((seconds for _, seconds in fit), default=numpy.inf)
+    for size, seconds in fit:
+        for more, faster in points:
+            if more > usable_bytes and faster < seconds:
+                best = min(best, seconds + (usable_bytes - size) / (more - size) * (faster - seconds))
+    return float(best)
 
 
 def _ranges(values: Sequence[float]) -> Matrix:

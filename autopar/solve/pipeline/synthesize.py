@@ -60,8 +60,10 @@ def synthesize(
     effort: float = 12.0,
     workers: int = 2,
     name: str = "synthesized",
-) -> Synthesis:
-    """Return a schedule of the least makespan, never worse than the best builder's. `rank_of[c]` is the rank of chunk c; seconds
+    rival_seconds: float = inf,
+) -> Synthesis | None:
+    """Return a schedule of the least makespan, never worse than the best builder's; None where a bound says that none takes less
+    than `rival_seconds`. `rank_of[c]` is the rank of chunk c; seconds
     are those of `Clock.run` (while it searches, transfers between two ranks may overlap). `effort` is CP-SAT's deterministic time
     (about seconds), so that every machine ends with the same schedule. PlanError for lists of other lengths, Infeasible where one
     micro-batch does not fit on a rank."""
@@ -79,6 +81,8 @@ def synthesize(
         raise Infeasible(_no_memory(task))
     builder_seconds, builder, order = min(known_schedules, key=lambda each: each[0])
     best, bound = builder_seconds, min(makespan_lower_bound(task), builder_seconds)
+    if bound >= rival_seconds:
+        return None
     if not _near(best, bound):
         actions = len(task.kinds) * len(task.rank_of) * task.micro_batches
         _, ruled = search_rules(task, best, order, bound, ceil(effort * _ACTIONS_PER_EFFORT / actions))
