@@ -22,8 +22,8 @@ HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 SECONDS: Counter[str] = Counter()
 SLOWEST = 30
 CAPTURE_CACHE_ROOMS = (
-    *("checker", "cli", "decoders", "docs", "dryrun", "e2e", "explain", "integrations", "launch", "machine_report", "passes"),
-    *("program", "report", "runtime", "software", "solve", "verification"),
+    *("checker", "cli", "cost_models", "decoders", "docs", "dryrun", "e2e", "explain", "files", "integrations", "ir", "launch"),
+    *("machine_report", "passes", "program", "report", "runtime", "software", "solve", "validate", "verification"),
 )
 """The rooms whose subject is not what a capture does: they take the export of an earlier test (`support.capture_cache`)."""
 

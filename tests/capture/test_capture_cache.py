@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import capture_cache as caches
 from support.capture_cache import capture_cache
 from torch import Tensor, nn
 
@@ -108,4 +110,69 @@ def test_errors_and_warnings_are_said_each_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(export, "Export", warn)
     for _ in range(2):
         with pytest.warns(UserWarning, match="loud"):
-            graph_of(net(), 10)
+            graph_of(net(), compute_dtype="float16")
+
+
+@pytest.fixture
+def own_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run of tests that has exported nothing."""
+    monkeypatch.setenv("AUTOPAR_TEST_RUN", str(tmp_path))
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has exported."""
+    monkeypatch.setattr(caches, "_EXPORTS", {})
+    monkeypatch.setattr(caches, "_ANY_BATCH", {})
+
+
+class OtherProcess:
+    """This process as another one of the run: it has no export, and counts those that it makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, actual = 0, export.Export.__init__
+
+        def init(*given: Any) -> None:
+            self.count += 1
+            actual(*given)
+
+        forget(monkeypatch)
+        monkeypatch.setattr(export.Export, "__init__", init)
+
+
+def test_another_process_has_the_graph_and_the_reads(own_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded_reads() as first:
+        graph = graph_of(net(), batch_dim=None)
+    other, model, options = OtherProcess(monkeypatch), net(), export.CaptureOptions()
+    with recorded_reads() as second:
+        assert graph_of(model, batch_dim=()) == graph and other.count == 0
+    assert first.reads == second.reads
+    model.scale = 3.0  # of the call before, which is another model now
+    shared = captures.Export(net(), (torch.ones(6, 4),), {}, options)
+    assert other.count == 0
+    graph = shared.graph_at({"x": torch.ones(12, 4)})
+    assert other.count == 1 and graph == export.Export(net(), (torch.ones(12, 4),), {}, options).graph
+
+
+def test_another_batch_has_the_graph_of_a_capture(own_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_of(net())
+    other = OtherProcess(monkeypatch)
+    graph_of(net(), 8, compute_dtype="bfloat16")
+    found = graph_of(net(), 12, compute_dtype="bfloat16")
+    assert other.count == 1 and found.batch == 12
+    options = export.CaptureOptions(compute_dtype="bfloat16")
+    assert found == export.Export(net(), (torch.ones(12, 4),), {}, options).graph
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "method", "global"])
+def test_another_process_with_another_model_exports_it(change: str, own_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_of(net(), compute_dtype="float32")
+    model, other = net(), OtherProcess(monkeypatch)
+    if change == "method":
+        monkeypatch.setattr(Net, "forward", lambda self, x: self.up(x).sum())
+    elif change == "global":
+        monkeypatch.setitem(globals(), "FACTORS", [2.0])
+    else:
+        CHANGES[change](model)
+    graph_of(model, compute_dtype="float32")
+    assert other.count == 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,11 +150,14 @@ def test_fields_are_those_of_one_process(force: dict[str, int], ranks: RankPool)
         assert rank < last or "only the loss takes gradients" in problem and "logits" in problem
 
 
-def kinds(cases: list[tuple[str, dict[str, Tensor], Any]], given: dict[str, Tensor]) -> list[Any]:
+def kinds(cases: list[tuple[str, dict[str, Tensor], Any]], given: dict[str, Tensor], class_is_gone: bool) -> list[Any]:
     """On a rank: what comes back for each form."""
     out = []
     for text, state, form in cases:
-        result = parallel_model(text, state, form=form)(**given)
+        with patch.dict(sys.modules):
+            if class_is_gone:
+                del sys.modules[__name__]
+            result = parallel_model(text, state, form=form)(**given)
         loss = result if isinstance(result, Tensor) else result[0] if isinstance(result, tuple) else None
         loss = loss if loss is not None else result["loss"] if isinstance(result, dict) else result.loss
         loss.backward()
@@ -162,7 +166,8 @@ def kinds(cases: list[tuple[str, dict[str, Tensor], Any]], given: dict[str, Tens
 
 
 def test_kinds_of_results(ranks: RankPool) -> None:
-    """Nothing is asked for: containers come back with what is left out in the places of tensors."""
+    """Nothing is asked for: containers come back with what is left out in the places of tensors; of a class that a rank does not
+    have, a plain namespace."""
     cases, expected = [], None
     for kind in ("dict", "tuple", "namedtuple", "object"):
         torch.manual_seed(0)
@@ -171,11 +176,11 @@ def test_kinds_of_results(ranks: RankPool) -> None:
         assert case.graph.interface is not None and case.graph.interface.left_out == (("1",) if kind == "tuple" else ("logits",))
         cases.append((case.text(dp=4, zero=0, pp=1), case.state, case.form))
         expected = expected or model(**batch())["loss"].item()
-    for found in ranks.run(kinds, cases, batch()):
-        # the class of the test module has another name on ranks: a plain namespace
-        names = [("dict", 2), ("tuple", 2), ("SimpleNamespace", 0), ("SimpleNamespace", 0)]
-        assert [(name, size) for name, _, size in found] == names
-        assert [loss for _, loss, _ in found] == [pytest.approx(expected, rel=1e-12)] * 4
+    for gone, pair in ((False, ("Pair", 2)), (True, ("SimpleNamespace", 0))):
+        for found in ranks.run(kinds, cases, batch(), gone):
+            names = [("dict", 2), ("tuple", 2), pair, ("SimpleNamespace", 0)]
+            assert [(name, size) for name, _, size in found] == names
+            assert [loss for _, loss, _ in found] == [pytest.approx(expected, rel=1e-12)] * 4
 
 
 def test_unknown_outputs_are_refused() -> None:

@@ -118,7 +118,8 @@ def failing_saves(text: str, state: Any, batch: Any, folder: str, kinds: list[st
 
 @pytest.mark.parametrize("kinds", [["disk full", "folder gone"], pytest.param(list(WORDS), marks=pytest.mark.slow)])
 def test_the_next_save_tells(kinds: list[str], ranks: RankPool, tmp_path: Path) -> None:
-    from support.harness.failing_run import PLANS, model_and_batch
+    from support.chain_model import model_and_batch
+    from support.harness.failing_run import PLANS
 
     import autopar
     from autopar.program.build import program_text

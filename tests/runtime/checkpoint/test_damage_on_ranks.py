@@ -52,7 +52,8 @@ def loads(text: str, state: Any, batch: Any, folder: str, count: int) -> list[st
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_both_load_the_one_before(count: int, ranks: RankPool, tmp_path: Path) -> None:
-    from support.harness.failing_run import PLANS, model_and_batch
+    from support.chain_model import model_and_batch
+    from support.harness.failing_run import PLANS
 
     import autopar
     from autopar.program.build import program_text

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.harness.failing_run import PLANS, Fault, failing_runs, model_and_batch
+from support.chain_model import model_and_batch
+from support.harness.failing_run import PLANS, Fault, failing_runs
 from support.harness.rank_pool import RankPool
 
 from autopar.runtime.checkpoint.entry import load_checkpoint

@@ -169,41 +169,10 @@ def _any_process(group: int) -> bool:
     return False
 
 
-# -- the model
-
-
-def model_and_batch(width: int = 8) -> tuple[Any, dict[str, Any]]:
-    """Two layers of two linear ones, and a batch."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(F.gelu(self.up(x)))
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(4))
-            self.head = nn.Linear(width, 4)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return F.mse_loss(self.head(x), y)
-
-    torch.manual_seed(0)
-    return Chain(), {"x": torch.randn(16, width), "y": torch.randn(16, 4)}
-
-
 def make_plan_text(name: str) -> str:
     """The plan of that name as JSON."""
     import autopar
+    from support.chain_model import model_and_batch
 
     model, batch = model_and_batch()
     return str(autopar.plan(model, f"local:{WORLD}", batch, force=PLANS[name]).to_json())
@@ -219,7 +188,10 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float, whole_e
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     status = 0
     try:
-        _script(folder, fault, patience, join_seconds)
+        from support.capture_cache import capture_cache
+
+        with capture_cache():
+            _script(folder, fault, patience, join_seconds)
     except BaseException as error:
         status = 1
         sys.last_value, sys.last_traceback = error, error.__traceback__  # Python keeps them until it ends
@@ -230,6 +202,8 @@ def run(folder: str, fault: Fault, patience: float, join_seconds: float, whole_e
 def _script(folder: str, fault: Fault, patience: float, join_seconds: float) -> None:
     rank = int(os.environ["RANK"])
     import torch
+
+    from support.chain_model import model_and_batch
 
     torch.set_num_threads(1)
     mine = rank == fault.culprit

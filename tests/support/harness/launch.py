@@ -8,6 +8,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -26,7 +27,8 @@ class Ended:
 
 
 def launch(ranks: RankPool, script: Path, world: int, *words: str, without: str = "", timeout: float = 120.0) -> list[Ended]:
-    """Runs a script on `world` processes, in the script's folder; `without`: a package that they cannot import."""
+    """Runs a script on `world` processes, or on one as python starts it (0), in the script's folder; `without`: a package that
+    they cannot import."""
     import torch.distributed as dist
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -36,9 +38,9 @@ def launch(ranks: RankPool, script: Path, world: int, *words: str, without: str 
         forks = [
             ranks.template.fork(
                 "support.harness.launch:run", str(script), words, without, f"{folder}/{rank}",
-                environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {},
             )
-            for rank in range(world)
+            for rank in range(world or 1)
         ]  # fmt: skip
         end = monotonic() + timeout
         while any(fork.poll() is None for fork in forks) and monotonic() < end:
@@ -64,6 +66,12 @@ class _Without(importlib.abc.MetaPathFinder):
             raise ImportError(f"{name} is not to be imported here")
 
 
+def _captures() -> AbstractContextManager[None]:
+    from support.capture_cache import capture_cache  # only here: it imports autopar
+
+    return capture_cache()
+
+
 def run(script: str, words: tuple[str, ...], without: str, target: str) -> None:
     """On a rank."""
     for name, handle in (("out", 1), ("err", 2)):
@@ -75,7 +83,8 @@ def run(script: str, words: tuple[str, ...], without: str, target: str) -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == without]:
             del sys.modules[name]
         sys.meta_path.insert(0, _Without(without))
-    runpy.run_path(script, run_name="__main__")
+    with nullcontext() if without else _captures():
+        runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
 
 

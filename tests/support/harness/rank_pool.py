@@ -5,7 +5,8 @@ Arguments and results travel by pickle (CPU tensors by value). A rank that raise
 traceback; a rank that hangs or dies does too, after `timeout` seconds, and that set of processes starts anew.
 ``pool.run_alone(function, *args)`` gives the result of one process that belongs to no group and ends then.
 
-Functions of test modules are found by their file, since pytest imports tests under names that other processes do not know.
+Functions of test modules are found by their file, under the name that pytest gives it, so that a model of a test is the same here
+and there (`support.capture_cache`).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _address(function: Callable[..., Any] | str) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends functions and classes of test modules by file, as their module names mean nothing elsewhere."""
+    """Sends functions and classes of test modules by file, since their modules may not be imported elsewhere."""
 
     def reducer_override(self, value: Any) -> Any:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -154,7 +155,8 @@ _LOADING = threading.RLock()
 
 
 def _module_of(path: str) -> ModuleType:
-    key = "rank_module_" + "".join(c if c.isalnum() else "_" for c in path)
+    file = Path(path)
+    key = ".".join(file.relative_to(ROOT).with_suffix("").parts) if file.is_relative_to(ROOT) else path
     module = sys.modules.get(key)
     if module is None:
         spec = importlib.util.spec_from_file_location(key, path)
