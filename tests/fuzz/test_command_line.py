@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capture_cache import capture_cache
 from support.fuzzing.odd_words import TEXTS, commands, odd_factories, odd_files, options_of, with_word
 from support.fuzzing.one_line import answer
 
@@ -17,6 +18,13 @@ from autopar.errors import PlanError
 
 PLANNING = "mlp --cluster local:2 --batch 8 --force dp=2 --no-cache --time-limit 2"
 POSITIONALS = {"model": 1, "plan": 1, "file": 1, "folder": 2, "measured": 2, "config": 1, "clusters": 2, "what": 1, "factory": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captures() -> Iterator[None]:
+    """Words are odd, models are not."""
+    with capture_cache():
+        yield
 
 
 @pytest.fixture(scope="module")
