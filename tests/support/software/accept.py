@@ -138,10 +138,11 @@ def transformers(path: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    accept = {each.__name__: each for each in (torchtitan, megatron, deepspeed, accelerate, transformers)}[sys.argv[1]]
-    print("accepted " + json.dumps([accept(Path(path)) for path in sys.argv[2:]]))
+def answers(name: str, paths: list[str]) -> list[dict[str, Any]]:
+    """What the software of that name makes of each file."""
+    accept = {each.__name__: each for each in (torchtitan, megatron, deepspeed, accelerate, transformers)}[name]
+    return [accept(Path(path)) for path in paths]
 
 
 if __name__ == "__main__":
-    main()
+    print("accepted " + json.dumps(answers(sys.argv[1], sys.argv[2:])))
