@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.dryrun.compat import fake_group
 from autopar.errors import AutoparError
 
 
+@cache
 def verdict(name: str) -> ModuleVerdict:
     return check_module(CASES[name].factory, MESH, fake_group)
 
@@ -52,7 +53,9 @@ def test_only_a_vocabulary_that_is_cut_is_assumed() -> None:
     assert {name for name in CASES if verdict(name).assumed and not CASES[name].says} == {"language", "head"}
 
 
-@pytest.mark.parametrize("name", ["layer", "tokens cut", "language", "10 right", "11 right", "shared key"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("layer", marks=pytest.mark.slow), "tokens cut", "language", "10 right", "11 right", "shared key"]
+)  # a layer is in the language model
 @pytest.mark.parametrize("times", [0, 2])
 def test_every_sum_counts(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sum over ranks that is left out, or made twice, is found, whichever it is."""
