@@ -166,10 +166,10 @@ def apply_locally(operation: AxisOperation, x: torch.Tensor, size: int, coordina
         return shard if operation.parts > 1 else shard.clone(memory_format=torch.contiguous_format)
     if operation.kind == "scale":
         return x / size
-    if (
-        operation.kind == "mask"
-    ):  # a new tensor on every rank: what is a view of what must not differ between ranks (step.recompute)
-        return x.clone() if coordinate == 0 else torch.zeros_like(x)
+    if operation.kind == "mask":
+        # a new tensor, and one that reads x, on every rank: where some ranks read what a collective brings and others do not,
+        # torch.compile repeats that collective in the backward on the former alone
+        return x.masked_fill(x.new_full((), coordinate != 0, dtype=torch.bool), 0)
     assert operation.kind == "pad", operation.kind
     dim = operation.dim % x.dim()
     whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim:]))
