@@ -2,6 +2,6 @@
 
 It is data, without numbers. Three kinds of code interpret it: the evaluator (`cost_models.step`) plays it with the bytes and
 seconds of one plan, the integer program (``solve.ilp``) sums the same terms as linear expressions, and bounds (``solve.bounds``)
-leave terms out. So when a tensor lives longer, or a transfer overlaps with another call, this folder alone says so. Imports
+leave terms out. The evaluator's memory events are running sums of their own, which a test holds against this folder. Imports
 `state` beside it.
 """

@@ -132,12 +132,10 @@ def chunk_costs(
 
 
 def _transfer_seconds(communication: Sequence[StateCommunication], order: StepTransfers, micro_batches: int) -> float:
-    """Return the seconds of all transfers of a chunk's calls, and of its root, which has none but at the ends of passes."""
-    passes, last = list(order.counted(micro_batches)), len(communication) - 2
-    return sum(
-        transfer_seconds(passes, each, first=index in (0, last + 1), last=index == last).sent
-        for index, each in enumerate(communication)
-    )
+    """Return the seconds of all transfers of a chunk's calls and of its root, as the tables of `breakdown` count them: with those
+    of the calls at its ends, whose weights are still gathered."""
+    passes = list(order.counted(micro_batches))
+    return sum(transfer_seconds(passes, each).sent for each in communication)
 
 
 def _communication(

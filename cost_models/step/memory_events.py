@@ -1,16 +1,16 @@
-"""Peak memory of a device: the events of a training step (`events.memory_terms`) with the bytes of one plan, and the table of
-the largest one."""
+"""Peak memory of a device: the events of a training step at which memory may peak, and the table of the largest one.
+
+They are those of `events.memory_terms`, which the solver's linear model (``solve.ilp.memory_events``) sums: here with running
+sums, since a plan's peak is looked for hundreds of times in a search, and without arrays, since whoever reads a plan imports none.
+The order of events is that of the runtime (FSDP2, gradient buckets, autograd), checked against the program itself by dry runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-import numpy
-
-from autopar.cost_models.events.memory_terms import CALL_FIELDS, STATE_FIELDS, CallMemory, Of, Term, step_events
+from autopar.cost_models.events.memory_terms import CALL_FIELDS, CallMemory, Of, Term, step_events
 from autopar.cost_models.state.offload_cost import update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 
@@ -26,12 +26,10 @@ context and communicators (`hardware.allocator` has both)."""
 VARYING = ("gradients", "gathered", "activations", "temporaries", "collectives")
 """Kinds that a step allocates and frees; the fields of a `MemoryEvent`."""
 
-_GRADIENTS, _ACTIVATIONS, _TEMPORARIES = (VARYING.index(kind) for kind in ("gradients", "activations", "temporaries"))
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """The bytes at one event of the step.
+    """The bytes at one moment of the step.
 
     phase: forward, gather (all-gather for the backward), backward, reduction (the backward has ended) or optimizer.
     call: index of the call, -1 for the optimizer.
@@ -53,20 +51,13 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The bytes by kind at the largest event, whose sum is the peak. `held_bytes`: the most that stays when its forward, a
-    backward or the optimizer has ended: state, gradients, and what is saved for a backward. `played`, `update`: the other
-    events."""
+    """The bytes by kind at the largest event, whose sum is the peak; `events` are all of the step. `held_bytes`: the most that
+    stays when its forward, a backward or the optimizer has ended: state, gradients, and what is saved for a backward."""
 
     event: MemoryEvent
     table: dict[str, float]
+    events: tuple[MemoryEvent, ...] = ()
     held_bytes: float = 0.0
-    played: StepMemory | None = None
-    update: MemoryEvent | None = None
-
-    @property
-    def events(self) -> tuple[MemoryEvent, ...]:
-        """All events of the step, in their order."""
-        return (*self.played.events(), self.update) if self.played is not None and self.update is not None else (self.event,)
 
 
 def peak_memory(
@@ -94,16 +85,117 @@ def peak_memory(
         "inputs": inputs_bytes,
         "base": base_bytes,
     }
-    gradients = sum(state.gradients for state in states)
-    update = MemoryEvent("optimizer", -1, gradients, 0.0, 0.0, update_temporaries(states, foreach))
-    played = StepMemory.of(calls, root, micro_batches > 1)
-    peak = max(played.largest(), update, key=lambda event: event.total_bytes)
+    update = MemoryEvent(
+        phase="optimizer",
+        call=-1,
+        gradients=sum(state.gradients for state in states),
+        gathered=0.0,
+        activations=0.0,
+        temporaries=update_temporaries(states, foreach),
+    )
+    events = (*_forward_events(calls, root, micro_batches), *_backward_events(calls, root, micro_batches), update)
+    peak = max(events, key=lambda event: event.total_bytes)
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
-    always_gathered = sum(state.gathered_persistent for state in states) + root.gathered_transient
-    most = max(played.most_bytes("gradients", "activations"), gradients)
-    held = sum(fixed.values()) - base_bytes + (1 + slack) * (most + always_gathered)
-    return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, held, played, update)
+    kept = max(event.gradients + event.activations for event in events) + _always_gathered(calls, root)
+    held = sum(fixed.values()) - base_bytes + (1 + slack) * kept
+    return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, events, held)
+
+
+def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:
+    """Return the weights that stay gathered from forward to backward."""
+    return root.gathered + sum(call.state.gathered for call in calls if not call.state.gathered_is_transient)
+
+
+def _transient(state: StateMemory) -> float:
+    """Return the weights that are gathered while the call computes (ZeRO-3)."""
+    return state.gathered if state.gathered_is_transient else 0.0
+
+
+def _accumulated(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> float:
+    """Return the gradients (and buffers) that are there before a backward, after the first micro-batch."""
+    states = [*(call.state for call in calls), root]
+    return sum(state.accumulated * (state.persistent_reduce_buffer + (micro_batches > 1)) for state in states)
+
+
+def _forward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
+    """Yield the events of the forward of call i: what earlier calls saved, all that this forward allocates, its gathered weights
+    and the flat buffer that they are gathered into. (After the first micro-batch, weights that stay gathered are not gathered
+    again.)"""
+    gathered, gradients = _always_gathered(calls, root), _accumulated(calls, root, micro_batches)
+    saved = sum(call.earlier for call in calls)
+    for index, call in enumerate(calls):
+        kept_gathered = micro_batches > 1 and not call.state.gathered_is_transient
+        yield MemoryEvent(
+            phase="forward",
+            call=index,
+            gradients=gradients,
+            gathered=gathered + _transient(call.state),
+            activations=saved,
+            temporaries=call.forward_bytes,
+            collectives=0.0 if kept_gathered else call.state.gathered,
+        )
+        saved += call.latest
+
+
+def _backward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
+    """Yield the events of the backward of call i: its weights are gathered again (gather); then all that calls up to i saved, its
+    working set, the buffer in which the gradients of call i + 1 are being reduced, and the weights of the call and of the one
+    that is prefetched. At its end (reduction) the call's saved tensors are free; its unsharded gradients, and the buffer that
+    they are reduced in, are there.
+
+    Shared weights get their first gradient in the last call's backward, hold it until the first call's, where another is added to
+    it (autograd allocates the sum), and are reduced then.
+    """
+    always_gathered = _always_gathered(calls, root)
+    transient = [_transient(call.state) for call in calls]
+    before = _accumulated(calls, root, micro_batches)
+    saved = sum(call.earlier for call in calls)
+    for call in calls:
+        saved += call.latest
+    reduced = shared = reducing = 0.0
+
+    def event(phase: str, call: int, gathered: float, temporaries: float, collectives: float) -> MemoryEvent:
+        return MemoryEvent(
+            phase=phase,
+            call=call,
+            gradients=before + reduced,
+            gathered=gathered,
+            activations=saved,
+            temporaries=temporaries,
+            collectives=collectives,
+        )
+
+    root_gradients = root.unsharded_gradients + (root.gradients if root.reduced_in_place else 0.0)
+    for index in reversed(range(len(calls))):
+        call, state = calls[index], calls[index].state
+        weights = always_gathered + sum(transient[max(0, index - 1) : index + 1])
+        left = call.input_gradient_bytes
+        yield event("gather", index, always_gathered + transient[index], left + shared, transient[index] + reducing)
+        yield event("backward", index, weights, call.backward_bytes + shared, reducing)
+        if shared and index == 0:
+            yield event("backward", index, weights, left + 3 * shared, reducing)
+        saved -= call.latest
+        shared = root_gradients
+        unreduced, new = _gradients(state, micro_batches)
+        reduced += new if state.reduced_in_place else 0.0
+        leaving = max(_freed_reduce_buffer(state), reducing)
+        yield event("reduction", index, weights - transient[index], left + unreduced + shared, leaving)
+        reduced += 0.0 if state.reduced_in_place else new
+        reducing = 0.0 if state.reduced_in_place else state.reduce_buffer
+    unreduced, _ = _gradients(root, micro_batches)
+    yield event("reduction", 0, root.gathered, max(shared, unreduced), max(_freed_reduce_buffer(root), reducing))
+
+
+def _freed_reduce_buffer(state: StateMemory) -> float:
+    return 0.0 if state.persistent_reduce_buffer else state.reduce_buffer
+
+
+def _gradients(state: StateMemory, micro_batches: int) -> tuple[float, float]:
+    """Return, when the backward of a call ends, (gradients to be reduced or accumulated, gradients that stay)."""
+    if state.persistent_reduce_buffer or (state.reduced_in_place and micro_batches > 1):
+        return state.unsharded_gradients + state.gradients, 0.0
+    return state.unsharded_gradients, state.gradients if micro_batches == 1 else 0.0
 
 
 def running_bytes(call: CallMemory, several: bool) -> float:
@@ -119,86 +211,3 @@ def running_bytes(call: CallMemory, several: bool) -> float:
         for each in (step.forward, *step.backward)
         if not each.at_shared_sum
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """The bytes of one stage at all events of its step, ``[call, event, kind]``: of the forward, the backward, and the end.
-    `occurs`: whether there is such an event, ``[call, event]``. `phases`: of each event."""
-
-    bytes: Any
-    occurs: Any
-    phases: tuple[str, ...]
-
-    @staticmethod
-    def of(calls: Sequence[CallMemory], root: StateMemory, several: bool) -> StepMemory:
-        """Play a step of one micro-batch or of `several`."""
-        step, count = step_events(several), len(calls)
-        played = (_coefficients(several) @ _summands(calls, root)).max(axis=0)
-        occurs = numpy.ones((count, len(step.backward) + 2), dtype=bool)
-        occurs[1:, -1] = False
-        shared = count > 1 and root.unsharded_gradients + root.gradients_in_place > 0
-        for number, each in enumerate(step.backward, 1):
-            if each.at_shared_sum:
-                occurs[int(shared) :, number] = False
-        phases = step.forward.phase, *(each.phase for each in step.backward), step.end.phase
-        return StepMemory(played.reshape(len(phases), len(VARYING), count).transpose(2, 0, 1), occurs, phases)
-
-    def largest(self) -> MemoryEvent:
-        """Return the event with most bytes, the first of several."""
-        totals = numpy.where(self.occurs, self.bytes.sum(axis=2), -1.0)
-        forward, backward = int(totals[:, 0].argmax()), int(totals[::-1, 1:].argmax())
-        call, event = divmod(backward, totals.shape[1] - 1)
-        ends = (forward, 0), (len(totals) - 1 - call, event + 1)
-        return self._event(*max(ends, key=lambda place: totals[place]))
-
-    def most_bytes(self, *kinds: str) -> float:
-        """Return the most bytes of some kinds together at any event."""
-        return float(self.bytes[..., [VARYING.index(kind) for kind in kinds]].sum(axis=2)[self.occurs].max())
-
-    def events(self) -> Iterator[MemoryEvent]:
-        """Yield all events in their order: forwards, and backwards from the last call to the first."""
-        calls, events = range(len(self.bytes)), range(1, len(self.phases))
-        places = [(call, 0) for call in calls] + [(call, event) for call in reversed(calls) for event in events]
-        yield from (self._event(*place) for place in places if self.occurs[place])
-
-    def _event(self, call: int, event: int) -> MemoryEvent:
-        return MemoryEvent(self.phases[event], call, *self.bytes[call, event].tolist())
-
-
-def _summands(calls: Sequence[CallMemory], root: StateMemory) -> Any:
-    """Return what each term sums at each call, ``[of x field, call]`` in the order of `Of` and of the fields."""
-    states = [call.state for call in calls]
-    here = numpy.array(
-        [[getattr(call, name) for call in calls] for name in CALL_FIELDS]
-        + [[getattr(state, name) for state in states] for name in STATE_FIELDS],
-        dtype=float,
-    )
-    until, own = here.cumsum(axis=1), len(CALL_FIELDS)
-    out = numpy.zeros((len(Of), *here.shape))
-    sums = dict(zip(Of, out, strict=True))
-    sums[Of.HERE][:] = here
-    sums[Of.PREVIOUS][:, 1:] = here[:, :-1]
-    sums[Of.NEXT][:, :-1] = here[:, 1:]
-    sums[Of.BEFORE][:, 1:] = until[:, :-1]
-    sums[Of.UNTIL][:] = until
-    sums[Of.AFTER][:, :-1] = here[:, :0:-1].cumsum(axis=1)[:, ::-1]
-    sums[Of.ALL][:] = until[:, -1:]
-    sums[Of.ROOT][own:] = numpy.array([getattr(root, name) for name in STATE_FIELDS])[:, None]
-    sums[Of.ROOT_BUT_LAST][:, :-1] = sums[Of.ROOT][:, 1:]
-    return out.reshape(-1, len(calls))
-
-
-@lru_cache(maxsize=2)
-def _coefficients(several: bool) -> Any:
-    """Return the weights of all summands in each kind of each event, once with each of the terms of which the largest counts,
-    ``[largest, event x kind, of x field]``. A plan's peak is looked for hundreds of times in a search."""
-    step, fields, places = step_events(several), (*CALL_FIELDS, *STATE_FIELDS), tuple(Of)
-    events = [(step.base, each) for each in (step.forward, *step.backward)] + [((), step.end)]
-    out = numpy.zeros((2, len(events), len(VARYING), len(places), len(fields)))
-    for number, (base, event) in enumerate(events):
-        for choice in range(2):
-            for term in (*base, *event.terms, *event.largest[choice : choice + 1]):
-                place = VARYING.index(term.kind), places.index(term.of), fields.index(term.field)
-                out[(choice, number, *place)] += term.weight
-    return out.reshape(2, len(events) * len(VARYING), -1)
