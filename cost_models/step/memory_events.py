@@ -1,7 +1,7 @@
 """Peak memory of a device: the events of a training step at which memory may peak, and the table of the largest one.
 
 They are those of `events.memory_terms`, which the solver's linear model (``solve.ilp.memory_events``) sums: here with running
-sums, since a plan's peak is looked for hundreds of times in a search, and without arrays, since whoever reads a plan imports none.
+sums, since a search looks for hundreds of peaks, and without arrays, since whoever reads a plan imports none.
 The order of events is that of the runtime (FSDP2, gradient buckets, autograd), checked against the program itself by dry runs.
 """
 
