@@ -56,7 +56,7 @@ def local_mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
 OPERATIONS = (
     Operation(LAYER_NORM, layer_norm_rule, norm=True, layer=True, named_after_module=True, spelling=plain("F.layer_norm")),
     Operation("aten.native_layer_norm", layer_norm_rule, norm=True),
-    Operation("aten.rms_norm", layer_norm_rule, norm=True, layer=True, spelling=function("F")),
+    Operation("aten.rms_norm", layer_norm_rule, norm=True, layer=True, named_after_module=True, spelling=function("F")),
     Operation(
         "aten.group_norm", group_norm_rule, functions=summing("ap.group_norm_space"), groups_at=1, layer=True,
         spelling=plain("F.group_norm"),
