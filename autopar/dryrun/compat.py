@@ -121,6 +121,8 @@ class MemoryWatch(MemTracker):
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         """Replace torch's, which keeps a table for every module besides."""
+        if self._running is torch.ops.prim.device.default:  # allocates nothing, and some of them only the first steps run
+            return
         total = self.current_bytes()
         if total > self.peak.bytes:
             self.peak = MeasuredPeak(total, self.operations, str(self._running), self._module(), _line())

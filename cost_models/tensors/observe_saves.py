@@ -81,7 +81,7 @@ def _backward_bytes(tensors: list[torch.Tensor], outputs: list[torch.Tensor], li
     live.reset_peak()
     before = live.now
     with live:
-        found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True, retain_graph=True)
+        found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
     returned = {_storage(each): each.untyped_storage().nbytes() for each in found if each is not None}
     passed_on = sum(returned.get(_storage(each), 0) for each in gradients)
     return max(0, live.peak - before - sum(returned.values()) + passed_on)

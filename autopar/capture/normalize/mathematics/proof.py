@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture.evaluate import concrete, kwargs_of, resolve
-from autopar.capture.normalize.mathematics.regions import Region
+from autopar.capture.normalize.mathematics.regions import WrittenRegion
 from autopar.operations.pointwise import CAST
 
 SCALES = (1e-6, 1e-3, 1.0, 30.0)
@@ -20,7 +20,7 @@ ANY_LENGTH = 8
 Function = Callable[..., Tensor]
 
 
-def equal(region: Region, functions: list[Function]) -> int | None:
+def equal(region: WrittenRegion, functions: list[Function]) -> int | None:
     """Return the place of the first function that equals the region in its operands, None where none does."""
     operands = _operands(region)
     with torch.enable_grad():
@@ -38,7 +38,7 @@ def _close(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and torch.allclose(one, two, RELATIVE, ABSOLUTE)
 
 
-def _operands(region: Region) -> tuple[Tensor, ...]:
+def _operands(region: WrittenRegion) -> tuple[Tensor, ...]:
     """Random operands; the rows of x have the sizes of `SCALES`."""
     draws = torch.Generator().manual_seed(0)
     length = region.x.shape[-1] if isinstance(region.x.shape[-1], int) else ANY_LENGTH
@@ -55,7 +55,7 @@ def _derivatives(function: Function, operands: tuple[Tensor, ...]) -> tuple[Tens
     return value.detach(), *torch.autograd.grad(value, operands, weights, materialize_grads=True)
 
 
-def _run(region: Region, operands: tuple[Tensor, ...]) -> Tensor:
+def _run(region: WrittenRegion, operands: tuple[Tensor, ...]) -> Tensor:
     tensors = dict(zip((value.name for value in (region.x, *region.vectors)), operands, strict=True))
     for node in region.nodes:
         if node.op == CAST:  # to more digits than x has, and back

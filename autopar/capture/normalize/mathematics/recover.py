@@ -13,15 +13,15 @@ from torch import Tensor
 
 from autopar.capture.flat import FlatGraph, Lookup, drop_dead
 from autopar.capture.normalize.mathematics.proof import Function, equal
-from autopar.capture.normalize.mathematics.regions import ROW_OPERATIONS, Region, regions
+from autopar.capture.normalize.mathematics.regions import ROW_OPERATIONS, WrittenRegion, regions
 from autopar.ir.graph import Arg, Kwargs, Node, Ref, leaves
 
 MOST_EPSILON = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An operation that a region may be: what runs, and its node's arguments, in which operands have the names of the region."""
+class TorchFunction:
+    """A function of torch that a region may be: what runs, and the arguments of its node, with the region's names of operands."""
 
     op: str
     function: Function
@@ -30,8 +30,8 @@ class Candidate:
 
 
 def written_out(flat: FlatGraph) -> FlatGraph:
-    """Norms and activations that the model writes out become one operation: where it takes the same values in exact arithmetic, and
-    rounds no more."""
+    """Norms and activations that the model writes out become one operation, where it is equal in exact arithmetic and rounds no
+    more."""
     graph = Lookup(flat)
     places = {value.name: place for place, node in enumerate(flat.nodes) for value in node.outputs}
     inside: set[str] = set()
@@ -48,43 +48,43 @@ def written_out(flat: FlatGraph) -> FlatGraph:
 
 
 @lru_cache(maxsize=256)  # equal layers, and the exports of one process
-def recover(region: Region) -> Candidate | None:
+def recover(region: WrittenRegion) -> TorchFunction | None:
     """Return the operation that a region is, proven by execution; None where none is known."""
     found = list(_candidates(region))
     place = equal(region, [candidate.function for candidate in found]) if found else None
     return None if place is None else found[place]
 
 
-def _candidates(region: Region) -> Iterator[Candidate]:
-    """What a region may be, by the operations that no way to write it can do without."""
+def _candidates(region: WrittenRegion) -> Iterator[TorchFunction]:
+    """List the operations that a region may be, by those that no way to write them can do without."""
     ops = {node.op.split(".")[1] for node in region.nodes}
     x = Ref(region.x.name)
     if not region.vectors:
         if "tanh" in ops:
             tanh = (("approximate", "tanh"),)
-            yield Candidate("aten.gelu", partial(F.gelu, approximate="tanh"), (x,), tanh)
-            yield Candidate("aten.mish", F.mish, (x,))
+            yield TorchFunction("aten.gelu", partial(F.gelu, approximate="tanh"), (x,), tanh)
+            yield TorchFunction("aten.mish", F.mish, (x,))
         if "erf" in ops:
-            yield Candidate("aten.gelu", F.gelu, (x,))
+            yield TorchFunction("aten.gelu", F.gelu, (x,))
         if not ops.isdisjoint({"sigmoid", "exp"}):
-            yield Candidate("aten.silu", F.silu, (x,))
+            yield TorchFunction("aten.silu", F.silu, (x,))
     length = region.x.shape[-1]
     if isinstance(length, int) and not ops.isdisjoint({"rsqrt", "sqrt", "pow"}) and not ops.isdisjoint({"mean", "sum", "var"}):
         for epsilon in _epsilons(region):
             yield from _norms(region, length, epsilon)
 
 
-def _norms(region: Region, length: int, epsilon: float) -> Iterator[Candidate]:
+def _norms(region: WrittenRegion, length: int, epsilon: float) -> Iterator[TorchFunction]:
     """The norms over the last dimension, with the vectors of the region as weight and bias in any order."""
     x = Ref(region.x.name)
     places = range(len(region.vectors))
     if len(places) < 2:
         weight = tuple(Ref(vector.name) for vector in region.vectors) or (None,)
-        yield Candidate("aten.rms_norm", partial(_rms_norm, epsilon=epsilon), (x, (length,), *weight, epsilon))
+        yield TorchFunction("aten.rms_norm", partial(_rms_norm, epsilon=epsilon), (x, (length,), *weight, epsilon))
     for order in permutations(places) if len(places) < 3 else ():
         vectors = tuple(Ref(region.vectors[place].name) for place in order) + (None,) * (2 - len(order))
         function = partial(_layer_norm, order=order, epsilon=epsilon)
-        yield Candidate("aten.layer_norm", function, (x, (length,), *vectors, epsilon, False))
+        yield TorchFunction("aten.layer_norm", function, (x, (length,), *vectors, epsilon, False))
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float) -> Tensor:
@@ -92,16 +92,17 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float) -> Ten
 
 
 def _layer_norm(x: Tensor, *vectors: Tensor, order: tuple[int, ...], epsilon: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], *(vectors[place] for place in order), eps=epsilon)
+    weight, bias = (*(vectors[place] for place in order), None, None)[:2]
+    return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def _epsilons(region: Region) -> list[float]:
+def _epsilons(region: WrittenRegion) -> list[float]:
     """The small numbers that a region adds, each once."""
     numbers = (leaf for node in region.nodes if ".add" in node.op for arg in node.args for leaf in leaves(arg))
     return list(dict.fromkeys(leaf for leaf in numbers if isinstance(leaf, float) and 0 < leaf < MOST_EPSILON))
 
 
-def _node(candidate: Candidate, operands: tuple[str, ...], nodes: tuple[Node, ...]) -> Node:
+def _node(candidate: TorchFunction, operands: tuple[str, ...], nodes: tuple[Node, ...]) -> Node:
     """The operation in the place of the region's last node, in the module that all of it is from."""
     names = {f"operand_{place}": name for place, name in enumerate(operands)}
     args = tuple(Ref(names[arg.name]) if isinstance(arg, Ref) else arg for arg in candidate.args)

@@ -12,15 +12,15 @@ from autopar.capture.flat import Lookup, rename_operands
 from autopar.ir.graph import Node, Value
 from autopar.operations.pointwise import CAST
 
-_POINTWISE = """add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg square sqrt
-rsqrt reciprocal pow.Tensor_Scalar pow.Scalar exp log log1p tanh erf sigmoid softplus"""
+_POINTWISE = """add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg square
+sqrt rsqrt reciprocal pow.Tensor_Scalar pow.Scalar exp log log1p tanh erf sigmoid softplus"""
 _REDUCTIONS = "mean.dim sum.dim_IntList var.correction var.dim"
 ROW_OPERATIONS = frozenset(f"aten.{name}" for name in f"{_POINTWISE} {_REDUCTIONS}".split()) | {CAST}
 """What a region is made of. A reduction may be over any dimensions: the proof tells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class WrittenRegion:
     """Nodes that compute one value of `x` and, at most, of vectors as long as its last dimension.
 
     Values have the names of their places, so that equal layers have equal regions.
@@ -36,8 +36,12 @@ class Region:
         return self.nodes[-1].outputs[0]
 
 
-def regions(root: Node, graph: Lookup, places: Mapping[str, int]) -> Iterator[tuple[Region, tuple[str, ...], tuple[Node, ...]]]:
-    """Yield the regions that end in `root`, the largest first, each with its operands (x first) and nodes in the graph."""
+Cut = tuple[WrittenRegion, tuple[str, ...], tuple[Node, ...]]
+"""A region, and its operands (x first) and nodes in the graph."""
+
+
+def regions(root: Node, graph: Lookup, places: Mapping[str, int]) -> Iterator[Cut]:
+    """Yield the regions that end in `root`, the largest first."""
     inside = _single_exit(root, graph, places)
     entries = [name for node in inside for name in node.operands()]
     for x in sorted(set(entries), key=lambda name: places.get(name, -1)):
@@ -64,10 +68,10 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
     return inside[::-1]
 
 
-def _between(x: str, inside: list[Node], graph: Lookup) -> tuple[Region, tuple[str, ...], tuple[Node, ...]] | None:
+def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
     """The region from `x` to the last node; None where it reads another tensor, or is somewhere rounded more than `x` is."""
     value, root = graph.values[x], inside[-1].outputs[0]
-    if value.shape != root.shape or value.dtype != root.dtype or len(value.shape) < 2 or not value.dtype.startswith(("float", "bf")):
+    if (value.shape, value.dtype) != (root.shape, root.dtype) or len(value.shape) < 2 or not _floats(value.dtype):
         return None
     after = {x}
     nodes = []
@@ -85,7 +89,7 @@ def _between(x: str, inside: list[Node], graph: Lookup) -> tuple[Region, tuple[s
     return _at_places(nodes, (x, *vectors), graph), (x, *vectors), tuple(nodes)
 
 
-def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> Region:
+def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> WrittenRegion:
     """A region whose values are named after their places."""
     names = {name: f"operand_{place}" for place, name in enumerate(operands)}
     out = []
@@ -94,7 +98,12 @@ def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> R
         names[node.name] = f"value_{place}"
         out.append(replace(new, outputs=(replace(node.outputs[0], name=names[node.name]),), module="", source=""))
     x, *vectors = (replace(graph.values[name], name=names[name]) for name in operands)
-    return Region(tuple(out), x, tuple(vectors))
+    return WrittenRegion(tuple(out), x, tuple(vectors))
+
+
+def _floats(dtype: str) -> bool:
+    floats: bool = getattr(torch, dtype).is_floating_point
+    return floats
 
 
 def _bytes(dtype: str) -> int:

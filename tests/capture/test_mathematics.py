@@ -1,0 +1,143 @@
+"""Norms and activations that a model writes out: recovered where they are torch's own, and left where they are nearly so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+
+WIDTH = 8
+Written = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A function of (x, weight, bias) between two linear layers."""
+
+    def __init__(self, written: Written) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.weight, self.bias = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.written(self.first(x), self.weight, self.bias)).sum()
+
+
+def operations(written: Written, dtype: str | None = None) -> list[str]:
+    """The operations after the first linear layer."""
+    graph = capture(Model(written), (torch.rand(4, 3, WIDTH),), compute_dtype=dtype)
+    ops = [node.op for block in graph.blocks for node in block.nodes]
+    return ops[ops.index("aten.linear") + 1 :]
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(mean(x.pow(2)) + eps)
+
+
+def centered(x: Tensor, eps: float = 1e-6, correction: int = 0) -> Tensor:
+    return (x - mean(x)) / torch.sqrt(x.var(-1, correction=correction, keepdim=True) + eps)
+
+
+def tanh_gelu(x: Tensor, cubic: float = 0.044715) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + cubic * x**3)))
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log(1 + torch.exp(x))
+
+
+RECOVERED: dict[str, tuple[str, Written]] = {
+    "Llama": ("aten.rms_norm", lambda x, w, b: w * rms(x.float()).to(x.dtype)),
+    "T5": ("aten.rms_norm", lambda x, w, b: w * (x * torch.rsqrt(mean(x.float().pow(2)) + 1e-6)).to(x.dtype)),
+    "Gemma": ("aten.rms_norm", lambda x, w, b: (rms(x.float()) * (1.0 + w.float())).to(x.dtype)),
+    "division by a root": ("aten.rms_norm", lambda x, w, b: x / (mean(x * x) + 1e-5).sqrt() * w),
+    "power and sum": ("aten.rms_norm", lambda x, w, b: x * (x.square().sum(-1, keepdim=True) / WIDTH + 1e-5) ** -0.5),
+    "layer norm": ("aten.layer_norm", lambda x, w, b: w * centered(x) + b),
+    "layer norm without bias": ("aten.layer_norm", lambda x, w, b: centered(x, 1e-12) * w),
+    "layer norm by moments": ("aten.layer_norm", lambda x, w, b: (x - mean(x)) * torch.rsqrt(mean((x - mean(x)) ** 2) + 1e-5)),
+    "gelu by tanh": ("aten.gelu", lambda x, w, b: tanh_gelu(x)),
+    "gelu by tanh, in factors": (
+        "aten.gelu",
+        lambda x, w, b: 0.5 * x * (1 + torch.tanh(x * 0.7978845608028654 * (1 + 0.044715 * x * x))),
+    ),
+    "gelu by erf": ("aten.gelu", lambda x, w, b: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "silu": ("aten.silu", lambda x, w, b: x * torch.sigmoid(x)),
+    "silu by exp": ("aten.silu", lambda x, w, b: x / (1 + torch.exp(-x))),
+    "mish": ("aten.mish", lambda x, w, b: x * torch.tanh(softplus(x))),
+}
+LEFT: dict[str, Written] = {
+    "mean over another dimension": lambda x, w, b: w * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),
+    "mean over two dimensions": lambda x, w, b: w * x * torch.rsqrt(x.pow(2).mean((1, 2), keepdim=True) + 1e-6),
+    "epsilon outside of the root": lambda x, w, b: w * x / (mean(x.pow(2)).sqrt() + 1e-6),
+    "epsilon within the mean": lambda x, w, b: w * x * torch.rsqrt(mean(x.pow(2) + 0.5) + 1e-6),
+    "sum for mean": lambda x, w, b: w * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6),
+    "mean of magnitudes": lambda x, w, b: w * x / (mean(x.abs()) + 1e-6).sqrt(),
+    "unbiased variance": lambda x, w, b: w * centered(x, correction=1) + b,
+    "detached scale": lambda x, w, b: w * x * torch.rsqrt(mean(x.pow(2)) + 1e-6).detach(),
+    "scale that is read again": lambda x, w, b: rms(x) * w + torch.rsqrt(mean(x.pow(2)) + 1e-6),
+    "a root without epsilon": lambda x, w, b: w * x * torch.rsqrt(mean(x.pow(2))),
+    "another cubic": lambda x, w, b: tanh_gelu(x, 0.044),
+    "quick gelu": lambda x, w, b: x * torch.sigmoid(1.702 * x),
+    "erf of another width": lambda x, w, b: x * 0.5 * (1.0 + torch.erf(x / 1.4)),
+    "tanh of sigmoid": lambda x, w, b: x * torch.tanh(torch.sigmoid(x)),
+    "gate of another": lambda x, w, b: x * torch.sigmoid(x.flip(-1)),
+}
+KINDS = {"aten.rms_norm", "aten.layer_norm", "aten.gelu", "aten.silu", "aten.mish"}
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("name", RECOVERED)
+def test_recovered(name: str, dtype: str | None) -> None:
+    op, written = RECOVERED[name]
+    ops = operations(written, dtype)
+    assert ops.count(op) == 1 and KINDS.isdisjoint(set(ops) - {op})
+    if name == "Gemma" and dtype:  # its weight has more digits than x
+        assert ops.count("aten.to.dtype") == 3
+    else:
+        assert ops.count("aten.to.dtype") == ops.count("aten.mul.Tensor") == 0
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_nearly_so(name: str) -> None:
+    ops = operations(LEFT[name])
+    if name == "scale that is read again":  # what reads it computes it
+        assert "aten.rsqrt" in ops
+    else:
+        assert KINDS.isdisjoint(ops)
+
+
+def test_rounding_to_less_is_kept() -> None:
+    """A model in float64 that computes its norm in float32 does so."""
+    ops = operations(lambda x, w, b: w * rms(x.float()).to(x.dtype), "float64")
+    assert ops.count("aten.rms_norm") == 1 and ops.count("aten.to.dtype") == 2
+
+
+def test_a_recovered_operation_is_of_the_module_that_wrote_it() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * rms(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_norm, self.last = Norm(), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.input_norm(x)).sum()
+
+    graph = capture(Net(), (torch.rand(4, 3, WIDTH),))
+    (node,) = [node for block in graph.blocks for node in block.nodes if node.op == "aten.rms_norm"]
+    assert (node.name, node.module) == ("input_norm", "input_norm")
