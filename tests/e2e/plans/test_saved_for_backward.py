@@ -36,7 +36,8 @@ that it shows."""
 
 def drawn(prepared: Prepared, seed: int, kept: float, offload: float, axes: dict[str, int]) -> Candidate:
     """A share `kept` of what may be recomputed is saved, as the solver writes it down; `offload` of that is offloaded. A result
-    and what its operation keeps for itself go together: one without the other saves no work."""
+    and what its operation keeps for itself go together: one without the other saves no work. Integers stay: targets that are not
+    contiguous are saved as a copy."""
     graph, random = prepared.graph, Random(seed)
     candidate = drawn_candidate(graph, mesh_of(**axes), seed, wild=0.0, precision=F32)
     plans = []
@@ -52,7 +53,8 @@ def drawn(prepared: Prepared, seed: int, kept: float, offload: float, axes: dict
 
         plan = with_least_recompute(costs, plan, is_saved, recomputable_nodes(block))
         sizes = RecomputePlan.of(costs, plan, same).saved
-        left = [state for state, size in sizes.items() if not state[0].endswith("+") and size > 0.01 * sum(sizes.values())]
+        floats = {name for name, value in block.values().items() if value.dtype.startswith("float")}
+        left = [state for state, size in sizes.items() if state[0] in floats and size > 0.01 * sum(sizes.values())]
         plans.append(replace(plan, offload=tuple(state for state in left if random.random() < offload)))
     candidate = replace(candidate, blocks=tuple(plans))
     verify_candidate(graph, candidate)
