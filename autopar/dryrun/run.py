@@ -146,8 +146,8 @@ def watch_steps(parallel: Parallel, batch: dict[str, torch.Tensor], optimizer: t
             optimizer.step()
             optimizer.zero_grad()
     mesh, peak = parallel.program.mesh, watch.peak
-    axes = {str(mesh.group(name).group_name): name for name in (*mesh.axes, *mesh.state_axes)}
-    axes |= {mesh.pp.group_name: mesh.pp.name} if mesh.pp.size > 1 else {}
+    stages = (mesh.pp.name,) if mesh.pp.size > 1 else ()
+    axes = {group: name for name in (*mesh.axes, *mesh.state_axes, *stages) for group in mesh.group_names(name)}
     sent = tuple(
         CollectiveTotal(kind, axes.get(group, "all"), *numbers) for (kind, group), numbers in sorted(watch.collectives.items())
     )

@@ -5,7 +5,8 @@ On gloo 2.13.0 all of them work, bfloat16 sums, int64, bool gathers, reduce_scat
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,17 @@ def wait_tensor(raw: torch.Tensor) -> torch.Tensor:
 
 
 def group_name(device_mesh: Any, axis: str) -> str:
-    """The name under which functional collectives know the group of a mesh axis. Seen on 2.13.0."""
-    name: str = device_mesh.get_group(axis).group_name
+    """The name under which functional collectives know the group of a mesh axis. Ranks whose meshes are alike have the same one,
+    and so compile the same graphs: torch numbers groups, each of which has other ranks. Seen on 2.13.0."""
+    group, bindings = device_mesh.get_group(axis), cast(Any, torch._C._distributed_c10d)
+    sizes = zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True)
+    name = f"{axis} of {' x '.join(f'{each}={size}' for each, size in sizes)}"
+    with suppress(RuntimeError):  # no mesh before had it
+        ranks = [dist.get_process_group_ranks(each) for each in (bindings._resolve_process_group(name), group)]
+        if ranks[0] != ranks[1]:  # a mesh of other ranks
+            return str(group.group_name)
+        bindings._unregister_process_group(name)
+    bindings._register_process_group(name, group)
     return name
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -47,17 +48,24 @@ def marked_as_saved_elsewhere(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
+class Compilations(Protocol):
+    """Returns what `compile` returns, for a graph with inputs and options."""
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any, options: str, compile: Callable[[], Any]) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BlockBackend:
     """A backend that tags the marked nodes of a graph, or `every` node, as selective checkpoints do: AOTAutograd saves none of
     their results, but for those that a second call would change. Where a tensor is saved elsewhere, it tags what streaming
-    operations make of it: AOTAutograd may save that in its stead. Collectives of `groups` run in pieces beside products. Seen on
-    2.13.0: code is compiled once for equal backends, and a graph with an autograd function is looked up among those compiled
-    before only if the configuration says so."""
+    operations make of it: AOTAutograd may save that in its stead. Collectives of `groups` run in pieces beside products; inductor
+    is called through `compilations`. Seen on 2.13.0: code is compiled once for equal backends, and a graph with an autograd
+    function is looked up among those compiled before only if the configuration says so."""
 
     backend: Callable[..., Any]
     every: bool = False
     groups: Groups = frozenset()
+    compilations: Compilations | None = field(default=None, compare=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
         # importing it takes seconds, and only programs that are compiled need it
@@ -74,10 +82,13 @@ class BlockBackend:
                     tags.append(node.name)
                 if marks.get(_ELSEWHERE):
                     tags.append(f"{node.name} elsewhere")
+        marks = " ".join(tags)
+        compile = partial(self._compiled_apart, graph, inputs, marks) if tags else partial(self._compiled, graph, inputs)
         with patch(autograd_cache_allow_custom_autograd_functions=True):
-            if tags:
-                return self._compiled_apart(graph, inputs, " ".join(tags))
-            return self._compiled(graph, inputs)
+            if self.compilations is None or self.backend is not compiler_named("inductor"):
+                return compile()
+            with patch(force_non_lazy_backward_lowering=True):  # what is compiled now is what other ranks get
+                return self.compilations(graph, inputs, f"{marks} {sorted(self.groups)}", compile)
 
     def _compiled(self, graph: fx.GraphModule, inputs: Any) -> Any:
         """Compile; inductor then starts each collective as soon as its operand is there, and waits for it when all else that is

@@ -125,6 +125,11 @@ class MeshHandle:
             return self.whole_mesh.get_group(name)
         return (self.device_mesh if name in self.axes else self.state_mesh).get_group(name)
 
+    def group_names(self, name: str) -> set[str]:
+        """The names of that group: torch's, and that of the program's collectives."""
+        handles = (*self.handles.values(), self.shard_axis, self.pp)
+        return {str(self.group(name).group_name), *(each.group_name for each in handles if each.name == name and each.group_name)}
+
     @property
     def pipeline_groups(self) -> list[list[int]]:
         """The ranks of each pipeline group, by stage: ranks that have equal coordinates on all other axes."""

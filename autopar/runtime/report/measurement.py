@@ -157,9 +157,9 @@ def _axes(mesh: MeshHandle) -> dict[str, str]:
     if dist.group.WORLD is not None:
         names[str(dist.group.WORLD.group_name)] = "all"
     for name in (*mesh.state_axes, *mesh.axes):
-        names[str(mesh.group(name).group_name)] = name if name in mesh.axes else DATA_AXIS
+        names |= dict.fromkeys(mesh.group_names(name), name if name in mesh.axes else DATA_AXIS)
     if mesh.pp.size > 1:
-        names[str(mesh.group(mesh.pp.name).group_name)] = mesh.pp.name
+        names |= dict.fromkeys(mesh.group_names(mesh.pp.name), mesh.pp.name)
     return names
 
 

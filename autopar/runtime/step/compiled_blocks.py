@@ -13,6 +13,7 @@ import torch
 from ..compat.compile import BlockBackend, NotOneGraph, compiler_named, reason_of
 from ..module import BlockModule, Program
 from ..progress import working
+from .compile_once import CompileOnce
 from .recompute import Recompute
 
 Backend = str | Callable[..., Any]
@@ -20,25 +21,32 @@ Backend = str | Callable[..., Any]
 
 def compile_blocks(program: Program, backend: Backend) -> None:
     """Compile each block with a backend of torch.compile; collectives of the mesh's `async_tp` run in pieces beside products."""
-    left_out, compiler = set[type[BlockModule]](), compiler_named(backend)
+    left_out, compiler, once = set[type[BlockModule]](), compiler_named(backend), CompileOnce()
+    waiting = list(program.blocks())
     for block in program.blocks():
-        own = BlockBackend(compiler, every=block.recompute, groups=program.mesh.async_tp)
+        own = BlockBackend(compiler, every=block.recompute, groups=program.mesh.async_tp, compilations=once)
         if block.recompute or block.selective_recompute:
-            block.forward = _FirstCall(block, _RecomputingBlock(block, own, left_out))
+            compiled: Callable[..., Any] = _RecomputingBlock(block, own, left_out)
         else:
-            block.forward = _FirstCall(block, torch.compile(block.forward, backend=own))
+            compiled = torch.compile(block.forward, backend=own)
+        block.forward = _FirstCall(block, compiled, waiting, once)
 
 
 class _FirstCall:
-    """The first call of a block, which compiles it and may take long; it then gives its place to the compiled block."""
+    """The first call of a block, which compiles it and may take long; it then gives its place to the compiled block. The last of
+    the `waiting` blocks says how long it took."""
 
-    def __init__(self, block: BlockModule, compiled: Callable[..., Any]) -> None:
-        self.block, self.compiled = block, compiled
+    def __init__(self, block: BlockModule, compiled: Callable[..., Any], waiting: list[BlockModule], once: CompileOnce) -> None:
+        self.block, self.compiled, self.waiting, self.once = block, compiled, waiting, once
 
     def __call__(self, *args: torch.Tensor) -> Any:
         self.block.forward = self.compiled
         with working(f"compiling {type(self.block).__name__}"):
-            return self.compiled(*args)
+            results = self.compiled(*args)
+        self.waiting.pop()
+        if not self.waiting:
+            self.once.say()
+        return results
 
 
 class _RecomputingBlock:
