@@ -116,8 +116,8 @@ class Cancels(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
-        self.scale = torch.nn.Parameter(torch.full((32,), 1e-6))
+        self.up, self.down = torch.nn.Linear(16, 256), torch.nn.Linear(256, 4)
+        self.scale = torch.nn.Parameter(torch.full((256,), 1e-6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
