@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.capture.normalize.mathematics import recover as rewrite
+from autopar.capture.normalize.mathematics.recover import recover
+from autopar.capture.normalize.mathematics.regions import MOST_NODES
 
 WIDTH = 8
 Written = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,6 +94,8 @@ LEFT: dict[str, Written] = {
     "quick gelu": lambda x, w, b: x * torch.sigmoid(1.702 * x),
     "erf of another width": lambda x, w, b: x * 0.5 * (1.0 + torch.erf(x / 1.4)),
     "tanh of sigmoid": lambda x, w, b: x * torch.tanh(torch.sigmoid(x)),
+    "cast to an integer": lambda x, w, b: x * torch.sigmoid(x.long().to(x.dtype)),
+    "a tiny epsilon outside of the root": lambda x, w, b: w * x / (mean(x.pow(2)).sqrt() + 1e-30),
     "gate of another": lambda x, w, b: x * torch.sigmoid(x.flip(-1)),
 }
 KINDS = {"aten.rms_norm", "aten.layer_norm", "aten.gelu", "aten.silu", "aten.mish"}
@@ -106,13 +113,38 @@ def test_recovered(name: str, dtype: str | None) -> None:
         assert ops.count("aten.to.dtype") == ops.count("aten.mul.Tensor") == 0
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", LEFT)
-def test_nearly_so(name: str) -> None:
-    ops = operations(LEFT[name])
+def test_nearly_so(name: str, dtype: str | None) -> None:
+    ops = operations(LEFT[name], dtype)
     if name == "scale that is read again":  # what reads it computes it
         assert "aten.rsqrt" in ops
     else:
         assert KINDS.isdisjoint(ops)
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode(), torch.no_grad()], ids=["meta", "inference", "no_grad"])
+def test_the_proof_runs_in_any_mode(mode: AbstractContextManager[Any]) -> None:
+    def rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return w * rms(x)
+
+    recover.cache_clear()
+    with mode:
+        assert "aten.rms_norm" in operations(rows)
+
+
+def test_regions_of_a_chain_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long chain of pointwise operations, so that their number is all that grows with its length."""
+    sizes: list[int] = []
+    monkeypatch.setattr(rewrite, "recover", lambda region: sizes.append(len(region.nodes)))
+
+    def chain(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        for _ in range(60):
+            x = torch.tanh(x) * 1.5 + torch.exp(-x)
+        return x
+
+    assert len(operations(chain)) > 240
+    assert max(sizes) <= MOST_NODES and len(sizes) < 300 * MOST_NODES
 
 
 def test_rounding_to_less_is_kept() -> None:

@@ -11,8 +11,9 @@ from autopar.capture.evaluate import concrete, kwargs_of, resolve
 from autopar.capture.normalize.mathematics.regions import WrittenRegion
 from autopar.operations.pointwise import CAST
 
-SCALES = (1e-6, 1e-3, 1.0, 30.0)
-"""Of the rows of x: next to the epsilon of a norm, and out to where an activation is flat."""
+SCALES = (0.0, 1e-6, 1e-3, 1.0, 30.0)
+"""Of the rows of x: at zero, where an epsilon of any size tells, next to that of a norm, and out to where an activation is
+flat."""
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
 ANY_LENGTH = 8
 """Of a last dimension that depends on the batch."""
@@ -22,8 +23,8 @@ Function = Callable[..., Tensor]
 
 def equal(region: WrittenRegion, functions: list[Function]) -> int | None:
     """Return the place of the first function that equals the region in its operands, None where none does."""
-    operands = _operands(region)
-    with torch.enable_grad():
+    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+        operands = _operands(region)
         try:
             expected = _derivatives(lambda *tensors: _run(region, tensors), operands)
         except (RuntimeError, IndexError):  # it has no value at these sizes

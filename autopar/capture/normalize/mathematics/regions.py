@@ -14,6 +14,8 @@ from autopar.operations.pointwise import CAST
 
 _POINTWISE = """add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg square
 sqrt rsqrt reciprocal pow.Tensor_Scalar pow.Scalar exp log log1p tanh erf sigmoid softplus"""
+MOST_NODES = 24
+"""Of a region: a norm that casts both ways and has a weight and a bias needs half of them."""
 _REDUCTIONS = "mean.dim sum.dim_IntList var.correction var.dim"
 ROW_OPERATIONS = frozenset(f"aten.{name}" for name in f"{_POINTWISE} {_REDUCTIONS}".split()) | {CAST}
 """What a region is made of. A reduction may be over any dimensions: the proof tells."""
@@ -60,7 +62,7 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
             producer = graph.producers.get(name)
             if readers[name] == 1 and producer is not None and producer.op in ROW_OPERATIONS:
                 heappush(heap, (-places[name], name))
-        while heap and not waiting:  # the latest first: all that may read it is inside by then
+        while heap and not waiting and len(inside) < MOST_NODES:  # the latest first: all that may read it is inside by then
             name = heappop(heap)[1]
             if readers[name] == graph.uses[name]:
                 inside.append(graph.producers[name])
@@ -84,7 +86,7 @@ def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
         return None
     if any(graph.values[name].shape != value.shape[-1:] or graph.values[name].dtype != value.dtype for name in vectors):
         return None
-    if any(result.dtype != value.dtype and _bytes(result.dtype) <= _bytes(value.dtype) for n in nodes for result in n.outputs):
+    if not all(_holds(result.dtype, value.dtype) for node in nodes for result in node.outputs):
         return None  # it rounds to less than x has
     return _at_places(nodes, (x, *vectors), graph), (x, *vectors), tuple(nodes)
 
@@ -106,6 +108,7 @@ def _floats(dtype: str) -> bool:
     return floats
 
 
-def _bytes(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
+def _holds(dtype: str, other: str) -> bool:
+    """Whether a number of the other type stays what it is in this one."""
+    one, two = getattr(torch, dtype), getattr(torch, other)
+    return one == two or (one.is_floating_point and one.itemsize > two.itemsize)
