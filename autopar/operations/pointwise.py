@@ -12,6 +12,7 @@ from autopar.operations.notation.spelling import OperationCall, function, infix,
 from autopar.operations.operation import Operation, several
 
 CAST, CLONE, MULTIPLY, RELU = "aten.to.dtype", "aten.clone", "aten.mul.Tensor", "aten.relu"
+ROTARY_EMBEDDING = "ap.rotary_embedding"
 VIEW_BITS = "aten.view.dtype"
 FIRST = ((0,),)
 """Linear in the first operand."""
@@ -43,6 +44,18 @@ def glu_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     dim = int(argument(node, 1, "dim", -1)) % rank  # type: ignore[arg-type]
     left = [letter(i) if i != dim else f"(2 {letter(i)})" for i in range(rank)]
     return DerivedLine(line_text([left], [[letter(i) for i in range(rank)]]))
+
+
+def rotary_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``ap.rotary_embedding(x, cos, sin)``: as elementwise, but for the last dimension, in which pairs are rotated."""
+    rank = len(shapes[0])
+
+    def terms(shape: Shape) -> list[str]:
+        offset = rank - len(shape)
+        own = range(len(shape) - 1)
+        return [letter(i + offset) if shape[i] == shapes[0][i + offset] else fixed(shape[i]) for i in own] + [fixed(shape[-1])]
+
+    return DerivedLine(line_text(map(terms, shapes), [terms(shapes[0])]))
 
 
 def _reversed(call: OperationCall) -> str | None:
@@ -98,5 +111,6 @@ OPERATIONS = (
     ),
     *several(Operation("aten", spelling=method), "contiguous float"),
     Operation(VIEW_BITS, view_bits_rule, view=True),
+    Operation(ROTARY_EMBEDDING, rotary_rule, FIRST, kernels=(5, 8), spelling=function("C")),
     Operation("aten.glu", glu_rule, spelling=function("F")),
 )

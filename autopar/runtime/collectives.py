@@ -25,6 +25,7 @@ from .ops.functions import (
     histogram,
     linear_kn,
     local_mean,
+    rotary_embedding,
 )
 from .ops.losses import cross_entropy_sharded, cross_entropy_sum, linear_cross_entropy_sharded, linear_cross_entropy_sum
 from .ops.mixtures import moe_experts, moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait

@@ -126,6 +126,8 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     products = sum(needed[record.left : record.left + 2])
     weight_read = float(not record.view)
     reads = [weight_read] * len(a)
+    if reads and not record.view:
+        reads[0] += record.kernels[0] - 1
     if record.lookup:
         reads[0] = 0.0
     writes = [weight_read] * len(out)
@@ -149,7 +151,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
         forward_results=tuple(writes),
         backward_operands=back_operands,
         backward_results=back_results,
-        kernels=(0 if record.view else 1, _kernels(products, back_results, flops > 0 and not attention)),
+        kernels=(0 if record.view else record.kernels[0], _kernels(record, products, back_results)),
         dtype="float8" if record.float8 else operands[0].dtype if operands else node.outputs[0].dtype,
         attention=attention,
         matrix=matrix,
@@ -180,10 +182,10 @@ def _matrix(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> ProductShap
     return ProductShapes(record.left, a[record.left], out[0], len(a[record.left + 1]) > 2)
 
 
-def _kernels(products: int, backward: Sequence[float], is_product: bool) -> int:
+def _kernels(record: Operation, products: int, backward: Sequence[float]) -> int:
     if not any(backward):
         return 0
-    return max(1, products) if is_product else 1
+    return max(1, products) if record.flops is not None and not record.attention else record.kernels[1]
 
 
 def _backward_accesses(
@@ -200,8 +202,9 @@ def _backward_accesses(
         reduced = [need and not equal for need, equal in zip(needed, same, strict=True)]
         return tuple(map(float, reduced)), (float(sum(reduced)),) * results
     grads = float(max(1, sum(needed[:2]))) if is_product else 1.0
-    read = tuple(float(need) + is_saved for need, is_saved in zip(needed, saved.operands, strict=True))
-    return read, tuple(grads + is_saved for is_saved in saved.results)
+    read = [float(need) + is_saved for need, is_saved in zip(needed, saved.operands, strict=True)]
+    read[0] += record.kernels[1] - 1
+    return tuple(read), tuple(grads + is_saved for is_saved in saved.results)
 
 
 def work_shards(operands: Sequence[Placements], results: Sequence[Placements], axis_sizes: Sequence[int]) -> tuple[int, ...]:

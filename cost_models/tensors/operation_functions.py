@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from autopar.runtime.ops.functions import linear_kn as linear_kn
 from autopar.runtime.ops.functions import local_mean as local_mean
+from autopar.runtime.ops.functions import rotary_embedding as rotary_embedding
 from autopar.runtime.ops.losses import cross_entropy_sum as cross_entropy_sum
 
 linear_float8_dynamic = F.linear

@@ -60,6 +60,27 @@ def softplus(x: Tensor) -> Tensor:
     return torch.log(1 + torch.exp(x))
 
 
+def halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1)
+
+
+def neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def rotated(one: Tensor, two: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return one * cos - two * sin, two * cos + one * sin
+
+
+ROTATED: dict[str, tuple[str | None, Written]] = {
+    "Llama": (None, lambda x, w, b: x * w + halves(x) * b),
+    "GPT-J": ("interleaved", lambda x, w, b: x * w + neighbours(x) * b),
+    "tables of half the length": (None, lambda x, w, b: torch.cat(rotated(*x.chunk(2, -1), w[:4], b[:4]), -1)),
+    "torchtune": ("interleaved", lambda x, w, b: torch.stack(rotated(x[..., ::2], x[..., 1::2], w[:4], b[4:]), -1).flatten(-2)),
+    "DeepSeek": ("interleaved to halves", lambda x, w, b: torch.cat(rotated(x[..., ::2], x[..., 1::2], w[:4], b[:4]), -1)),
+}
+
+
 RECOVERED: dict[str, tuple[str, Written]] = {
     "Llama": ("aten.rms_norm", lambda x, w, b: w * rms(x.float()).to(x.dtype)),
     "T5": ("aten.rms_norm", lambda x, w, b: w * (x * torch.rsqrt(mean(x.float().pow(2)) + 1e-6)).to(x.dtype)),
@@ -96,9 +117,16 @@ LEFT: dict[str, Written] = {
     "tanh of sigmoid": lambda x, w, b: x * torch.tanh(torch.sigmoid(x)),
     "cast to an integer": lambda x, w, b: x * torch.sigmoid(x.long().to(x.dtype)),
     "a tiny epsilon outside of the root": lambda x, w, b: w * x / (mean(x.pow(2)).sqrt() + 1e-30),
+    "rotation by the other sign": lambda x, w, b: x * w - halves(x) * b,
+    "rotation of other pairs": lambda x, w, b: x * w + neighbours(halves(x)) * b,
+    "rotation along another dimension": lambda x, w, b: x * w + torch.cat((-x[:, 2:], x[:, :2]), 1) * b,
+    "rotation without a sign": lambda x, w, b: x * w + x.roll(WIDTH // 2, -1) * b,
+    "rotation by unequal tables": lambda x, w, b: torch.cat(
+        (x[..., :4] * w[:4] - x[..., 4:] * b[:4], x[..., 4:] * w[4:] + x[..., :4] * b[:4]), -1
+    ),
     "gate of another": lambda x, w, b: x * torch.sigmoid(x.flip(-1)),
 }
-KINDS = {"aten.rms_norm", "aten.layer_norm", "aten.gelu", "aten.silu", "aten.mish"}
+KINDS = {"ap.rotary_embedding", "aten.rms_norm", "aten.layer_norm", "aten.gelu", "aten.silu", "aten.mish"}
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -113,6 +141,15 @@ def test_recovered(name: str, dtype: str | None) -> None:
         assert ops.count("aten.to.dtype") == ops.count("aten.mul.Tensor") == 0
 
 
+@pytest.mark.parametrize("name", ROTATED)
+def test_rotary_embeddings(name: str) -> None:
+    layout, written = ROTATED[name]
+    graph = capture(Model(written), (torch.rand(4, 3, WIDTH),), compute_dtype="bfloat16")
+    (node,) = (node for block in graph.blocks for node in block.nodes if node.op == "ap.rotary_embedding")
+    assert node.args[3:] == ((layout,) if layout else ())
+    assert {"aten.mul.Tensor", "aten.cat", "aten.stack", "aten.neg"}.isdisjoint(operations(written))
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", LEFT)
 def test_nearly_so(name: str, dtype: str | None) -> None:
@@ -123,7 +160,9 @@ def test_nearly_so(name: str, dtype: str | None) -> None:
         assert KINDS.isdisjoint(ops)
 
 
-@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode(), torch.no_grad()], ids=["meta", "inference", "no_grad"])
+@pytest.mark.parametrize(
+    "mode", [torch.device("meta"), torch.inference_mode(), torch.no_grad()], ids=["meta", "inference", "no_grad"]
+)
 def test_the_proof_runs_in_any_mode(mode: AbstractContextManager[Any]) -> None:
     def rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return w * rms(x)

@@ -215,6 +215,7 @@ COLLECTIVES = SimpleNamespace(
     moe_experts_owned=_owned, moe_experts_dispatched=_dispatched, moe_experts_start=_dispatched, moe_experts_wait=lambda x: x,
     expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
     attention=_each(dense_attention.dense), moe_experts=_each(experts.moe_experts), histogram=_each(functions.histogram),
+    rotary_embedding=_each(functions.rotary_embedding),
 )  # fmt: skip
 FACTORIES = ("arange", "zeros", "ones", "full", "scalar_tensor", "empty", "eye", "linspace")
 

@@ -14,12 +14,15 @@ from autopar.capture.evaluate import resolve
 from autopar.capture.flat import size_args
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Ref, Value
+from autopar.operations.pointwise import ROTARY_EMBEDDING
 
 WHOLE = ("aten.sum", "aten.mean", "aten.max", "aten.min", "aten.histc", "ap.count_valid", "ap.cross_entropy_sum")
 """Reductions over all elements, whatever their dimensions."""
 OVER = ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax", "aten.amin", "aten.logsumexp", "aten.any.dims", "aten.all.dims")
 """Reductions over some dimensions."""
-LIKE = ("aten.to", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.clone", "aten.detach", "aten.expand")
+LIKE = (
+    "aten.to", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.clone", "aten.detach", "aten.expand", ROTARY_EMBEDDING
+)  # fmt: skip
 """One result for each element."""
 ROWS_AT: Mapping[str, tuple[int, ...]] = {
     "aten.linear": (0,),

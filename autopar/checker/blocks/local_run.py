@@ -157,6 +157,12 @@ def _linear_kn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "") -> Tensor:
+    first, second = x.chunk(2, -1)
+    (c, d), (s, t) = (table.chunk(2, -1) if table.shape[-1] == x.shape[-1] else (table, table) for table in (cos, sin))
+    return torch.cat((first * c - second * s, second * d + first * t), -1)
+
+
 def _linear_float8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias) + 0.0 * (x.sum() + weight.sum())
 
@@ -165,6 +171,7 @@ EXPERTS = ("moe_experts", "moe_experts_owned", "moe_experts_dispatched", "moe_ex
 _ATTENTION = ("attention", *(f"attention_{kind}" for kind in ("documents", "documents_ring", "rows", "ring", "heads")))
 STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "linear_kn": _linear_kn,
+    "rotary_embedding": _rotary_embedding,
     "linear_float8_dynamic": _linear_float8,
     "embedding_sharded": _looked_up,
     "cross_entropy_sum": _losses,

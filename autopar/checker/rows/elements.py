@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from autopar.checker.rows.carry import Dims, OperationRow, plain
 from autopar.checker.rows.operation_call import WholeCall
@@ -152,6 +153,13 @@ def pointwise_loss(call: WholeCall) -> OperationRow:
     return OperationRow((dims,) * len(call.shapes), ((),), {f"d{i}": "sum" for i in range(len(dims))})
 
 
+def rotary_embedding(call: WholeCall) -> OperationRow:
+    """A linear function of the first operand, in pairs along the last dimension, which is whole."""
+    rotated = pointwise(call, ((0,),))
+    operands = tuple((*dims[:-1], (("", shape[-1]),)) for dims, shape in zip(rotated.operands, call.shapes, strict=True))
+    return replace(rotated, operands=operands, results=operands[:1])
+
+
 _POINTWISE = """
 pow remainder eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor type_as rsqrt sqrt cos sin abs square reciprocal
 masked_fill clamp clamp_min clamp_max logical_not bitwise_not floor ceil round sign isnan isinf exp log tanh
@@ -189,4 +197,5 @@ ROWS: Rows = {
     "aten.histc": histogram,
     "ap.dropout": pointwise,
     "ap.random": pointwise,
+    "ap.rotary_embedding": rotary_embedding,
 }  # fmt: skip

@@ -29,6 +29,28 @@ def linear_kn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
 
+PAIR_LAYOUTS = "halves", "interleaved", "interleaved to halves"
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: str = "halves") -> torch.Tensor:
+    """Rotate each pair ``(x1, x2)`` of ``x[..., d]`` by an angle, ``(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`` (RoFormer, arXiv
+    2104.09864). Pairs are the elements i and i + d/2 (``halves``), 2i and 2i + 1 (``interleaved``), or the latter in x and the
+    former in the result (``interleaved to halves``).
+
+    `cos` and `sin` broadcast to x. Their last dimension is laid out as the result's, or has d/2 elements, one for each pair."""
+    (of_x, _, _), (_, _, of_result) = layout.partition(" to "), layout.rpartition(" to ")
+    first, second = _pairs(x, of_x)
+    (cos1, cos2), (sin1, sin2) = (
+        _pairs(table, of_result) if table.shape[-1] == x.shape[-1] else (table, table) for table in (cos, sin)
+    )
+    rotated = torch.addcmul(first * cos1, second, sin1, value=-1), torch.addcmul(second * cos2, first, sin2)
+    return torch.stack(rotated, -1).flatten(-2) if of_result == "interleaved" else torch.cat(rotated, -1)
+
+
+def _pairs(x: torch.Tensor, layout: str) -> Sequence[torch.Tensor]:
+    return (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+
+
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
     """Return ``torch.histc``; its kernels take integers on some devices only."""
     if x.is_floating_point() or x.is_cuda:

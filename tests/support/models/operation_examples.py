@@ -143,6 +143,11 @@ def _scalars() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "ap.dropout", (t(4, 8), 0.3), {}
     yield "ap.local_mean", (t(4, 8, 2, 2), (0, 2, 3), 0), {}
     yield "ap.random", (t(4, 8), "uniform", 0.0, 1.0), {}
+    yield "ap.rotary_embedding", (t(4, 2, 8, 6), t(1, 1, 8, 6), t(1, 1, 8, 6)), {}
+    yield "ap.rotary_embedding", (t(4, 8, 6), t(8, 3), t(8, 3)), {}
+    yield "ap.rotary_embedding", (t(4, 8, 6), t(8, 6), t(8, 6), "interleaved"), {}
+    yield "ap.rotary_embedding", (t(4, 8, 6), t(8, 3), t(8, 3), "interleaved to halves"), {}
+    yield "ap.rotary_embedding", (t(4, 2, 8, 6), t(4, 1, 8, 6), t(4, 1, 8, 6)), {}
     yield "aten.glu", (t(4, 16), -1), {}
     yield "aten.glu", (t(8, 4), 0), {}
 

@@ -106,6 +106,19 @@ def _cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100,
     )  # fmt: skip
 
 
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "halves") -> Tensor:
+    half = x.shape[-1] // 2
+    halves = [*range(half), *range(half)] if layout != "interleaved" else [i // 2 for i in range(2 * half)]
+    cos, sin = (table if table.shape[-1] == 2 * half else table[..., halves] for table in (cos, sin))
+    if layout == "interleaved to halves":
+        x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
+    if layout == "interleaved":
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)
+    else:
+        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + turned * sin
+
+
 AP: dict[str, Callable[..., Any]] = {
     "ap.linear_kn": _linear_kn,
     "ap.linear_float8_dynamic": torch.nn.functional.linear,
@@ -115,6 +128,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,
+    "ap.rotary_embedding": _rotary_embedding,
     "ap.ctc_losses": lambda *given: torch.nn.functional.ctc_loss(*given[:5], reduction="none", zero_infinity=given[5]),
     "ap.constant": unpacked,
     "ap.count_valid": lambda target, ignore_index=-100: (target != ignore_index).sum().double(),

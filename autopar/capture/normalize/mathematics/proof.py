@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.capture.evaluate import concrete, kwargs_of, resolve
-from autopar.capture.normalize.mathematics.regions import WrittenRegion
+from autopar.capture.normalize.mathematics.regions import MERGE, WrittenRegion
 from autopar.operations.pointwise import CAST
 
 SCALES = (0.0, 1e-6, 1e-3, 1.0, 30.0)
 """Of the rows of x: at zero, where an epsilon of any size tells, next to that of a norm, and out to where an activation is
 flat."""
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
-ANY_LENGTH = 8
-"""Of a last dimension that depends on the batch."""
 
 Function = Callable[..., Tensor]
 
@@ -42,11 +41,15 @@ def _close(one: Tensor, two: Tensor) -> bool:
 def _operands(region: WrittenRegion) -> tuple[Tensor, ...]:
     """Random operands; the rows of x have the sizes of `SCALES`."""
     draws = torch.Generator().manual_seed(0)
-    length = region.x.shape[-1] if isinstance(region.x.shape[-1], int) else ANY_LENGTH
-    x = torch.randn(len(SCALES), *(2,) * (len(region.x.shape) - 2), length, generator=draws, dtype=torch.float64)
-    x *= torch.tensor(SCALES, dtype=torch.float64).view(-1, *(1,) * (x.dim() - 1))
-    vectors = (torch.randn(length, generator=draws, dtype=torch.float64) for _ in region.vectors)
-    return tuple(tensor.requires_grad_() for tensor in (x, *vectors))
+    leading = len(SCALES), *(2,) * (len(region.x.shape) - 2)
+    shapes = [(*leading, region.x.shape[-1])]
+    for value in region.others:
+        *before, last = value.shape
+        rows = leading[len(leading) - len(before) :]
+        shapes.append((*(1 if own == 1 else size for own, size in zip(before, rows, strict=True)), last))
+    x, *others = (torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes)  # type: ignore[arg-type]
+    x *= torch.tensor(SCALES, dtype=torch.float64).view(-1, *(1,) * len(leading))
+    return tuple(tensor.requires_grad_() for tensor in (x, *others))
 
 
 def _derivatives(function: Function, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -57,11 +60,15 @@ def _derivatives(function: Function, operands: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def _run(region: WrittenRegion, operands: tuple[Tensor, ...]) -> Tensor:
-    tensors = dict(zip((value.name for value in (region.x, *region.vectors)), operands, strict=True))
+    tensors = dict(zip((value.name for value in (region.x, *region.others)), operands, strict=True))
     for node in region.nodes:
         if node.op == CAST:  # to more digits than x has, and back
-            tensors[node.name] = tensors[node.operands()[0]]
+            results: Any = tensors[node.operands()[0]]
+        elif node.op == MERGE:  # its sizes are those of the graph
+            results = tensors[node.operands()[0]].flatten(-2)
         else:
             args = (concrete(arg, tensors, len(SCALES)) for arg in node.args)
-            tensors[node.name] = resolve(node.op)(*args, **kwargs_of(node, tensors, len(SCALES)))
+            results = resolve(node.op)(*args, **kwargs_of(node, tensors, len(SCALES)))
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        tensors.update(zip((value.name for value in node.outputs), several, strict=True))
     return tensors[region.root.name]

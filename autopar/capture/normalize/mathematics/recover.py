@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import permutations
+from itertools import permutations, product
 from os.path import commonprefix
 
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from autopar.capture.flat import FlatGraph, Lookup, drop_dead
 from autopar.capture.normalize.mathematics.proof import Function, equal
-from autopar.capture.normalize.mathematics.regions import ROW_OPERATIONS, WrittenRegion, regions
+from autopar.capture.normalize.mathematics.regions import WrittenRegion, is_of_rows, regions
 from autopar.ir.graph import Arg, Kwargs, Node, Ref, leaves
+from autopar.operations.pointwise import ROTARY_EMBEDDING
+from autopar.runtime.ops.functions import PAIR_LAYOUTS, rotary_embedding
 
 MOST_EPSILON = 0.1
 
@@ -38,7 +40,7 @@ def written_out(flat: FlatGraph) -> FlatGraph:
     inside: set[str] = set()
     roots: dict[str, Node] = {}
     for root in reversed(flat.nodes):  # a weight is applied last, and belongs to its norm
-        if root.op not in ROW_OPERATIONS or root.name in inside:
+        if root.name in inside or len(root.outputs) > 1 or not is_of_rows(root, graph):
             continue
         for region, operands, nodes in regions(root, graph, places):
             if (candidate := recover(region)) is not None:
@@ -60,7 +62,7 @@ def _candidates(region: WrittenRegion) -> Iterator[TorchFunction]:
     """List the operations that a region may be, by those that no way to write them can do without."""
     ops = Counter(node.op.split(".")[1] for node in region.nodes)
     x = Ref(region.x.name)
-    if not region.vectors:
+    if not region.others:
         if ops["tanh"] == 1:
             tanh = (("approximate", "tanh"),)
             yield TorchFunction("aten.gelu", partial(F.gelu, approximate="tanh"), (x,), tanh)
@@ -69,21 +71,27 @@ def _candidates(region: WrittenRegion) -> Iterator[TorchFunction]:
             yield TorchFunction("aten.gelu", F.gelu, (x,))
         if ops["sigmoid"] + ops["exp"] == 1:
             yield TorchFunction("aten.silu", F.silu, (x,))
+    if ops["cat"] + ops["stack"] == 1 and not ops["to"] and len(region.others) == 2:
+        for order, layout in product(permutations(range(2)), PAIR_LAYOUTS):
+            function = partial(_rotary_embedding, order=order, layout=layout)
+            tables = (Ref(region.others[place].name) for place in order)
+            yield TorchFunction(ROTARY_EMBEDDING, function, (x, *tables, *((layout,) if layout != PAIR_LAYOUTS[0] else ())))
     length = region.x.shape[-1]
-    if isinstance(length, int) and any(map(ops.get, ("rsqrt", "sqrt", "pow"))) and any(map(ops.get, ("mean", "sum", "var"))):
+    are_weights = all((other.shape, other.dtype) == ((length,), region.x.dtype) for other in region.others)
+    if are_weights and any(map(ops.get, ("rsqrt", "sqrt", "pow"))) and any(map(ops.get, ("mean", "sum", "var"))):
         for epsilon in _epsilons(region):
             yield from _norms(region, length, epsilon)
 
 
 def _norms(region: WrittenRegion, length: int, epsilon: float) -> Iterator[TorchFunction]:
-    """The norms over the last dimension, with the vectors of the region as weight and bias in any order."""
+    """The norms over the last dimension, with the other operands as weight and bias in any order."""
     x = Ref(region.x.name)
-    places = range(len(region.vectors))
+    places = range(len(region.others))
     if len(places) < 2:
-        weight = tuple(Ref(vector.name) for vector in region.vectors) or (None,)
+        weight = tuple(Ref(vector.name) for vector in region.others) or (None,)
         yield TorchFunction("aten.rms_norm", partial(_rms_norm, epsilon=epsilon), (x, (length,), *weight, epsilon))
     for order in permutations(places) if len(places) < 3 else ():
-        vectors = tuple(Ref(region.vectors[place].name) for place in order) + (None,) * (2 - len(order))
+        vectors = tuple(Ref(region.others[place].name) for place in order) + (None,) * (2 - len(order))
         function = partial(_layer_norm, order=order, epsilon=epsilon)
         yield TorchFunction("aten.layer_norm", function, (x, (length,), *vectors, epsilon, False))
 
@@ -95,6 +103,10 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None, *, epsilon: float) -> Ten
 def _layer_norm(x: Tensor, *vectors: Tensor, order: tuple[int, ...], epsilon: float) -> Tensor:
     weight, bias = (*(vectors[place] for place in order), None, None)[:2]
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def _rotary_embedding(x: Tensor, *others: Tensor, order: tuple[int, int], layout: str) -> Tensor:
+    return rotary_embedding(x, *(others[place] for place in order), layout)
 
 
 def _epsilons(region: WrittenRegion) -> list[float]:

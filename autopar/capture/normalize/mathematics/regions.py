@@ -1,4 +1,4 @@
-"""Regions of a graph: the pointwise operations, and means over the last dimension, between one tensor and one result."""
+"""Regions of a graph: the operations within rows, the last dimension, between one tensor and one result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from heapq import heappop, heappush
 import torch
 
 from autopar.capture.flat import Lookup, rename_operands
+from autopar.ir.dims import Shape
 from autopar.ir.graph import Node, Value
+from autopar.operations.notation.rule import argument
 from autopar.operations.pointwise import CAST
 
 _POINTWISE = """add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg square
@@ -17,20 +19,25 @@ sqrt rsqrt reciprocal pow.Tensor_Scalar pow.Scalar exp log log1p tanh erf sigmoi
 MOST_NODES = 24
 """Of a region: a norm that casts both ways and has a weight and a bias needs half of them."""
 _REDUCTIONS = "mean.dim sum.dim_IntList var.correction var.dim"
-ROW_OPERATIONS = frozenset(f"aten.{name}" for name in f"{_POINTWISE} {_REDUCTIONS}".split()) | {CAST}
+_ROW_OPERATIONS = frozenset(f"aten.{name}" for name in f"{_POINTWISE} {_REDUCTIONS}".split()) | {CAST}
 """What a region is made of. A reduction may be over any dimensions: the proof tells."""
+_ALONG = {"aten.slice.Tensor": 1, "aten.cat": 1, "aten.stack": 1, "aten.split.Tensor": 2}
+"""Operations along one dimension (0 by default), of which a region has those along rows: the position of that argument."""
+MERGE = "aten.reshape"
+"""It merges the last two dimensions in a region."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenRegion:
-    """Nodes that compute one value of `x` and, at most, of vectors as long as its last dimension.
+    """Nodes that compute one value of `x` and, at most, of other tensors that broadcast to it, whose last dimension may be half
+    as long.
 
     Values have the names of their places, so that equal layers have equal regions.
     """
 
     nodes: tuple[Node, ...]
     x: Value
-    vectors: tuple[Value, ...]
+    others: tuple[Value, ...]
 
     @property
     def root(self) -> Value:
@@ -40,6 +47,18 @@ class WrittenRegion:
 
 Cut = tuple[WrittenRegion, tuple[str, ...], tuple[Node, ...]]
 """A region, and its operands (x first) and nodes in the graph."""
+
+
+def is_of_rows(node: Node, graph: Lookup) -> bool:
+    """Whether a region may have it."""
+    shape = node.outputs[0].shape
+    if node.op in _ALONG:
+        dim = argument(node, _ALONG[node.op], "dim", 0)
+        return isinstance(dim, int) and len(shape) > 0 and dim % len(shape) == len(shape) - 1
+    if node.op == MERGE:
+        (before,) = (graph.values[name].shape for name in node.operands())
+        return len(before) == len(shape) + 1 and before[:-2] == shape[:-1]
+    return node.op in _ROW_OPERATIONS
 
 
 def regions(root: Node, graph: Lookup, places: Mapping[str, int]) -> Iterator[Cut]:
@@ -60,13 +79,13 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
         for name in waiting.pop().operands():
             readers[name] = readers.get(name, 0) + 1
             producer = graph.producers.get(name)
-            if readers[name] == 1 and producer is not None and producer.op in ROW_OPERATIONS:
+            if readers[name] == 1 and producer is not None and is_of_rows(producer, graph):
                 heappush(heap, (-places[name], name))
         while heap and not waiting and len(inside) < MOST_NODES:  # the latest first: all that may read it is inside by then
-            name = heappop(heap)[1]
-            if readers[name] == graph.uses[name]:
-                inside.append(graph.producers[name])
-                waiting.append(graph.producers[name])
+            node = graph.producers[heappop(heap)[1]]
+            if node is not inside[-1] and all(readers.get(each.name, 0) == graph.uses[each.name] for each in node.outputs):
+                inside.append(node)
+                waiting.append(node)
     return inside[::-1]
 
 
@@ -75,20 +94,30 @@ def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
     value, root = graph.values[x], inside[-1].outputs[0]
     if (value.shape, value.dtype) != (root.shape, root.dtype) or len(value.shape) < 2 or not _floats(value.dtype):
         return None
+    if not isinstance(value.shape[-1], int):
+        return None
     after = {x}
     nodes = []
     for node in inside:
         if not after.isdisjoint(node.operands()):
             nodes.append(node)
             after.update(result.name for result in node.outputs)
-    vectors = list(dict.fromkeys(name for node in nodes for name in node.operands() if name not in after))
+    others = list(dict.fromkeys(name for node in nodes for name in node.operands() if name not in after))
     if len(nodes) < 2 or root.name not in after or any(node.no_grad != nodes[-1].no_grad for node in nodes):
         return None
-    if any(graph.values[name].shape != value.shape[-1:] or graph.values[name].dtype != value.dtype for name in vectors):
+    operands = [graph.values[name] for name in others]
+    if not all(_holds(value.dtype, each.dtype) and _broadcasts(each.shape, value.shape) for each in operands):
         return None
     if not all(_holds(result.dtype, value.dtype) for node in nodes for result in node.outputs):
         return None  # it rounds to less than x has
-    return _at_places(nodes, (x, *vectors), graph), (x, *vectors), tuple(nodes)
+    return _at_places(nodes, (x, *others), graph), (x, *others), tuple(nodes)
+
+
+def _broadcasts(shape: Shape, other: Shape) -> bool:
+    """Whether a tensor broadcasts to the other's shape, or to half of its rows."""
+    if not shape or len(shape) > len(other) or shape[-1] not in (1, other[-1], int(other[-1]) // 2):
+        return False
+    return all(one in (1, two) for one, two in zip(shape[-2::-1], other[-2::-1], strict=False))
 
 
 def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> WrittenRegion:
@@ -97,10 +126,11 @@ def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> W
     out = []
     for place, node in enumerate(nodes):
         new = rename_operands(node, names)
-        names[node.name] = f"value_{place}"
-        out.append(replace(new, outputs=(replace(node.outputs[0], name=names[node.name]),), module="", source=""))
-    x, *vectors = (replace(graph.values[name], name=names[name]) for name in operands)
-    return WrittenRegion(tuple(out), x, tuple(vectors))
+        names |= {value.name: f"value_{place}_{index}" for index, value in enumerate(node.outputs)}
+        outputs = tuple(replace(value, name=names[value.name]) for value in node.outputs)
+        out.append(replace(new, outputs=outputs, module="", source=""))
+    x, *others = (replace(graph.values[name], name=names[name]) for name in operands)
+    return WrittenRegion(tuple(out), x, tuple(others))
 
 
 def _floats(dtype: str) -> bool:
@@ -111,4 +141,4 @@ def _floats(dtype: str) -> bool:
 def _holds(dtype: str, other: str) -> bool:
     """Whether a number of the other type stays what it is in this one."""
     one, two = getattr(torch, dtype), getattr(torch, other)
-    return one == two or (one.is_floating_point and one.itemsize > two.itemsize)
+    return one == two or (one.is_floating_point and two.is_floating_point and one.itemsize > two.itemsize)
