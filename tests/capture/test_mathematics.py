@@ -75,6 +75,7 @@ def rotated(one: Tensor, two: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 ROTATED: dict[str, tuple[str | None, Written]] = {
     "Llama": (None, lambda x, w, b: x * w + halves(x) * b),
     "GPT-J": ("interleaved", lambda x, w, b: x * w + neighbours(x) * b),
+    "ModernBERT": (None, lambda x, w, b: (x.float() * w + halves(x.float()) * b).to(x.dtype)),
     "tables of half the length": (None, lambda x, w, b: torch.cat(rotated(*x.chunk(2, -1), w[:4], b[:4]), -1)),
     "torchtune": ("interleaved", lambda x, w, b: torch.stack(rotated(x[..., ::2], x[..., 1::2], w[:4], b[4:]), -1).flatten(-2)),
     "DeepSeek": ("interleaved to halves", lambda x, w, b: torch.cat(rotated(x[..., ::2], x[..., 1::2], w[:4], b[:4]), -1)),

@@ -13,12 +13,13 @@ from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indic
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses
 from autopar.capture.normalize.mathematics import written_out
 from autopar.capture.normalize.random import random_numbers
-from autopar.capture.normalize.simplify import broadcasts, casts, factories, group_norms, no_ops, reshapes, squeezes
+from autopar.capture.normalize.simplify import broadcasts, casts, equal_casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
 from autopar.capture.normalize.writes import copies, filled
 
 REWRITES = (
     casts,
+    equal_casts,
     copies,
     filled,
     reshapes,

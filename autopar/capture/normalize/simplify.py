@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_rewrite, rewrite_nodes, size_args
 from autopar.ir.graph import DType, Node, Ref, Value
+from autopar.operations.pointwise import CAST
 
 _RESHAPES = (
     "aten.view",
@@ -30,6 +31,20 @@ def casts(node: Node, graph: Lookup) -> Rewritten | None:
     if not isinstance(dtype, DType):
         return (), {node.name: node.operands()[0]}
     return replace(node, op="aten.to.dtype", args=(node.args[0], dtype), kwargs=())
+
+
+def equal_casts(flat: FlatGraph) -> FlatGraph:
+    """A module that casts a tensor twice (``x.float() * cos + rotate_half(x.float()) * sin``) does so once. Of other modules the
+    casts stay, so that equal layers stay equal."""
+    first: dict[tuple[object, ...], str] = {}
+
+    def step(node: Node) -> Rewritten | None:
+        if node.op != CAST:
+            return None
+        name = first.setdefault((node.module, node.args, node.kwargs, node.no_grad), node.name)
+        return None if name == node.name else ((), {node.name: name})
+
+    return rewrite_nodes(flat, step)
 
 
 def reshapes(flat: FlatGraph) -> FlatGraph:
