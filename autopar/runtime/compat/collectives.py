@@ -65,6 +65,11 @@ def group_name(device_mesh: Any, axis: str) -> str:
     return name
 
 
+def coordinate_in(group: str) -> int:
+    """Return this rank's place in the group of that name. Seen on 2.13.0."""
+    return int(cast(Any, torch._C._distributed_c10d)._resolve_process_group(group).rank())
+
+
 def own_store() -> Any:
     """The default group's store over a new connection, for another thread. Seen on 2.13.0."""
     store: Any = dist.distributed_c10d._get_default_store()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..compat.collectives import coordinate_in
+
 
 @dataclass(frozen=True)
 class AxisHandle:
@@ -20,6 +22,13 @@ class AxisHandle:
     shares: tuple[int, ...] = ()
     slots: torch.Tensor | None = field(default=None, compare=False)
 
+    def place(self, like: torch.Tensor) -> torch.Tensor | int:
+        """This rank's coordinate, for tensors on the device of `like`. In compiled code it is known when that runs, so that the
+        ranks of the axis have one graph."""
+        if self.group_name and torch.compiler.is_compiling():
+            return _coordinate(like, self.group_name)  # type: ignore[no-any-return]
+        return self.coordinate
+
     def divides(self, extent: int) -> bool:
         """Return whether the axis can shard a dimension of this size."""
         return extent % (sum(self.shares) or self.size) == 0
@@ -30,6 +39,16 @@ class AxisHandle:
             return x.chunk(self.size, dim)[self.coordinate]
         each = x.shape[dim] // sum(self.shares)
         return x.narrow(dim, each * sum(self.shares[: self.coordinate]), each * self.shares[self.coordinate])
+
+
+@torch.library.custom_op("autopar::coordinate", mutates_args=())
+def _coordinate(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.full((), coordinate_in(group), device=like.device)  # filled there: a copy would wait for the device
+
+
+@_coordinate.register_fake
+def _(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
 
 
 def shares_of(batch: int, ranks: int) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle,
     """Lookup in a table that is sharded by rows, ``weight[V / n, D]``: partial sums ``[..., D]``, zero where another rank has the
     row."""
     rows = weight.shape[0]
-    local = ids - axis.coordinate * rows
+    local = ids - axis.place(ids) * rows
     if axis.size == 1:
         return F.embedding(local, weight, padding_idx)
     elsewhere = (local < 0) | (local >= rows)
