@@ -22,13 +22,6 @@ class AxisHandle:
     shares: tuple[int, ...] = ()
     slots: torch.Tensor | None = field(default=None, compare=False)
 
-    def place(self, like: torch.Tensor) -> torch.Tensor | int:
-        """This rank's coordinate, for tensors on the device of `like`. In compiled code it is known when that runs, so that the
-        ranks of the axis have one graph."""
-        if self.group_name and torch.compiler.is_compiling():
-            return _coordinate(like, self.group_name)  # type: ignore[no-any-return]
-        return self.coordinate
-
     def divides(self, extent: int) -> bool:
         """Return whether the axis can shard a dimension of this size."""
         return extent % (sum(self.shares) or self.size) == 0
@@ -39,6 +32,14 @@ class AxisHandle:
             return x.chunk(self.size, dim)[self.coordinate]
         each = x.shape[dim] // sum(self.shares)
         return x.narrow(dim, each * sum(self.shares[: self.coordinate]), each * self.shares[self.coordinate])
+
+
+def place_in(group: str, coordinate: int, like: torch.Tensor) -> torch.Tensor | int:
+    """Return this rank's coordinate on the axis of a group, for tensors on the device of `like`. In compiled code it is known when
+    that runs, so that the ranks of the axis have one graph."""
+    if group and torch.compiler.is_compiling():
+        return _coordinate(like, group)  # type: ignore[no-any-return]
+    return coordinate
 
 
 @torch.library.custom_op("autopar::coordinate", mutates_args=())

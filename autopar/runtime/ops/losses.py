@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compat.autograd import apply, keeps_graph
 from ..compat.collectives import all_reduce, coordinate_in, wait_tensor
-from ..device.axis import AxisHandle
+from ..device.axis import AxisHandle, place_in
 from .functions import full_precision
 
 Place = tuple[str, int | Tensor, int]
@@ -98,7 +98,7 @@ def cross_entropy_sharded(
     """
     if axis.size == 1:
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
-    place = (axis.group_name, axis.place(target), axis.size)
+    place = (axis.group_name, place_in(axis.group_name, axis.coordinate, target), axis.size)
     return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)  # type: ignore[no-any-return]
 
 
