@@ -35,8 +35,8 @@ class AxisHandle:
 
 
 def place_in(group: str, coordinate: int, like: torch.Tensor) -> torch.Tensor | int:
-    """Return this rank's coordinate on the axis of a group, for tensors on the device of `like`. In compiled code it is known when
-    that runs, so that the ranks of the axis have one graph."""
+    """Return this rank's coordinate on the axis of a group, for tensors on the device of `like`. In compiled code it is known
+    when that runs, so that the ranks of the axis have one graph."""
     if group and torch.compiler.is_compiling():
         return _coordinate(like, group)  # type: ignore[no-any-return]
     return coordinate

@@ -126,7 +126,7 @@ def _generator(device: str) -> torch.Generator:
 # tensor twice); it is saved for the backward, which may draw the numbers of that seed again.
 @torch.library.custom_op("autopar::next_seed", mutates_args=("order",))
 def _next_seed(order: torch.Tensor, seed: torch.Tensor, axes: str) -> torch.Tensor:
-    """Draw the next seed of a shard. `axes`: a line each, of its name and that of its group, which an axis of one rank has not."""
+    """Draw the next seed of a shard. `axes`: a line each, of its name and that of its group (none on an axis of one rank)."""
     order.add_(1)
     groups = (line.partition(" ") for line in axes.splitlines())
     key = _key(int(seed), ((name, coordinate_in(group) if group else 0) for name, _, group in groups))

@@ -31,7 +31,7 @@ class CompileOnce:
 
     def __init__(self) -> None:
         shared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        self.store = own_store() if shared else None
+        self.store: Any = own_store() if shared else None
         self.compiled = self.loaded = self.cached = 0
         self.seconds = 0.0
 

@@ -1,5 +1,5 @@
-"""The graphs that torch.compile traces are the same on all ranks of an axis, whatever part of a table they have, and whatever they
-draw."""
+"""The graphs that torch.compile traces are the same on all ranks of an axis, whatever part of a table they have, and whatever
+they draw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, WIDTH = 6, 4
 
 
 def loss_of(ids: Tensor, weight: Tensor, mesh: MeshHandle) -> Tensor:
-    """The losses of a table that is embedding and head, with random numbers of this rank, of all of them, and of each data rank."""
+    """The losses of a table that is embedding and head, with random numbers that all ranks share, data ranks, and none."""
     x = embedding_sharded(ids, weight, mesh.tp, 1) + random(ids, "normal", 0.0, 1.0, weight.dtype, mesh).unsqueeze(-1)
     x = dropout(x, 0.5, True, mesh, ("dp",))
     heads = dropout(x, 0.25, True, mesh, ("dp", "tp")).unsqueeze(1)
