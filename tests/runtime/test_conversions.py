@@ -9,6 +9,7 @@ import torch
 from support.harness.rank_pool import RankPool
 
 from autopar.runtime import collectives as C
+from autopar.runtime.comm.conversions import AxisOperation, apply_locally, parse_conversion
 from autopar.runtime.device.mesh import MeshHandle
 
 SHAPE = (8, 12, 8)
@@ -57,6 +58,9 @@ def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], l
         elif how == "many":
             y, z, v = C.convert_many((x, 2 * x, 3 * x), handle, text)
             y = (y + z + v) / 6
+        elif how == "compiled":
+            torch._dynamo.reset()
+            y = torch.compile(C.convert, backend="aot_eager", fullgraph=True)(x, handle, text)
         else:
             y = C.convert(x, handle, text)
         assert y.shape == gradients[handle.coordinate].shape, text
@@ -91,9 +95,36 @@ def test_every_conversion(ranks: RankPool, how: str) -> None:
     exercise(ranks, how, CONVERSIONS)
 
 
+def test_compiled_conversions_that_differ_by_rank(ranks: RankPool) -> None:
+    """One way or the other: there is one graph for all ranks."""
+    texts = [each for each in CONVERSIONS if any(operation.differs_by_rank for operation in parse_conversion(each))]
+    exercise(ranks, "compiled", [*texts, "S(1) -> S(1,3)"])
+
+
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_on_each_axis_of_two(ranks: RankPool, axis: str) -> None:
     exercise(ranks, "convert", CONVERSIONS, {"dp": 2, "tp": 2}, axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_a_coordinate_that_is_a_tensor_gives_the_same_bits(dtype: torch.dtype) -> None:
+    """As compiled code has it: of infinities and zeros with a sign too, of tensors with gaps, and of none."""
+    whole = torch.randn(3, 8, 4, 8).mul(2).to(dtype)
+    if dtype.is_floating_point:
+        whole.view(-1)[:3] = torch.tensor([torch.inf, torch.nan, -0.0])
+    for x in (whole, whole.transpose(1, 3), whole[:0], whole[..., ::2]):
+        for kind in ("slice", "mask", "pad"):
+            for dim, parts in ((1, 1), (1, 2), (-2, 1), (2, 2)):
+                for coordinate in range(2):
+                    operation = AxisOperation(kind, dim, parts)
+                    one, other = (apply_locally(operation, x, 2, place) for place in (coordinate, torch.tensor(coordinate)))
+                    assert one.dtype == other.dtype and one.shape == other.shape and not _share(x, other)
+                    bits = [each.contiguous().view(torch.uint8) for each in (one, other)] if x.numel() else (one, other)
+                    assert torch.equal(*bits), operation
+
+
+def _share(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(x.numel()) and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def compiled(axes: dict[str, int], backend: str) -> float:
@@ -217,7 +248,5 @@ def test_start_and_wait_leave_room_between(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("text", ["S(0)", "S(0) -> Q", "P -> P(max)", "R -> P(max)", "I -> X(1)"])
 def test_nonsense_is_refused(text: str) -> None:
-    from autopar.runtime.comm.conversions import parse_conversion
-
     with pytest.raises(ValueError, match="conversion|placement"):
         parse_conversion(text)

@@ -46,6 +46,11 @@ class AxisOperation(NamedTuple):
     def communicates(self) -> bool:
         return self.kind in COMMUNICATING
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether what is computed depends on the rank's coordinate."""
+        return self.kind in ("slice", "mask", "pad")
+
 
 NO_OPERATION = AxisOperation("none")
 
@@ -157,8 +162,19 @@ def local_shard(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: in
     return apart.select(dim + 1, coordinate).reshape(*shape[:dim], local, *shape[dim + 1 :])
 
 
-def apply_locally(operation: AxisOperation, x: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:
+def _shard_at(x: torch.Tensor, dim: int, parts: int, size: int, place: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `local_shard` of a coordinate that is a tensor."""
+    dim %= x.dim()
+    shape = x.shape
+    local = shape[dim] // size
+    apart = x.reshape(*shape[:dim], parts, size, local // parts, *shape[dim + 1 :])
+    return apart.index_select(dim + 1, place.view(1)).reshape(*shape[:dim], local, *shape[dim + 1 :])
+
+
+def apply_locally(operation: AxisOperation, x: torch.Tensor, size: int, coordinate: int | torch.Tensor) -> torch.Tensor:
     """An operation that needs no communication. Only ``none`` returns a view."""
+    if isinstance(coordinate, torch.Tensor):
+        return _apply_at(operation, x, size, coordinate)
     if operation.kind == "none":
         return alias(x)
     if operation.kind == "slice":  # a copy: a view that is saved for the backward would keep the whole storage
@@ -174,4 +190,17 @@ def apply_locally(operation: AxisOperation, x: torch.Tensor, size: int, coordina
     dim = operation.dim % x.dim()
     whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim:]))
     whole.select(dim, coordinate).copy_(x)
+    return join_shards(whole.movedim(dim, 0), dim, operation.parts)
+
+
+def _apply_at(operation: AxisOperation, x: torch.Tensor, size: int, place: torch.Tensor) -> torch.Tensor:
+    """`apply_locally` of an operation that differs by rank, as one graph for all ranks."""
+    if operation.kind == "slice":
+        return _shard_at(x, operation.dim, operation.parts, size, place)
+    if operation.kind == "mask":
+        return x.masked_fill(place != 0, 0)
+    assert operation.kind == "pad", operation.kind
+    dim = operation.dim % x.dim()
+    ranks = torch.arange(size, device=x.device).view(size, *[1] * (x.dim() - dim))
+    whole = torch.where(ranks == place, x.unsqueeze(dim), x.new_zeros(()))
     return join_shards(whole.movedim(dim, 0), dim, operation.parts)

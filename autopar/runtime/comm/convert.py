@@ -19,7 +19,7 @@ import torch
 
 from ..compat.autograd import alias, apply
 from ..compat.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait_tensor
-from ..device.axis import AxisHandle
+from ..device.axis import AxisHandle, place_in
 from .conversions import AxisOperation, apply_locally, join_shards, parse_conversion, result_shape, split_shards
 from .uneven import convert_uneven
 
@@ -31,13 +31,13 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, texts: tuple[str, ...], size: int, coordinate: int, group: str, *xs: torch.Tensor) -> Any:
         ctx.texts, ctx.size, ctx.coordinate, ctx.group = texts, size, coordinate, group
         operations = [parse_conversion(text)[0] for text in texts]
-        return tuple(_finish(operations, xs, _launch(operations, xs, size, group), size, coordinate))
+        return tuple(_finish(operations, xs, _launch(operations, xs, size, group), size, coordinate, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         operations = [parse_conversion(text)[1] for text in ctx.texts]
         results = _finish(
-            operations, grads, _launch(operations, grads, ctx.size, ctx.group), ctx.size, ctx.coordinate
+            operations, grads, _launch(operations, grads, ctx.size, ctx.group), ctx.size, ctx.coordinate, ctx.group
         )
         return (None, None, None, None, *results)
 
@@ -203,13 +203,15 @@ def _launch(
 
 
 def _finish(
-    operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], raws: Sequence[torch.Tensor], size: int, coordinate: int
-) -> list[torch.Tensor]:
-    """The results in the order of `xs`, whose values are read only where an operation needs no communication."""
+    operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], raws: Sequence[torch.Tensor], size: int, coordinate: int,
+    group: str = "",
+) -> list[torch.Tensor]:  # fmt: skip
+    """The results in the order of `xs`, whose values are read only where an operation needs no communication. `group`: of what is
+    compiled too, in which ranks have one graph."""
     out: list[torch.Tensor | None] = [None] * len(xs)
     for index, (operation, x) in enumerate(zip(operations, xs, strict=True)):
         if not operation.communicates:
-            out[index] = apply_locally(operation, x, size, coordinate)
+            out[index] = _apply(operation, x, size, coordinate, group)
     for indices, raw in zip(_coalesced(operations, xs), raws, strict=True):
         if len(indices) == 1 and _is_plain(operations[indices[0]]):
             out[indices[0]] = _finish_plain(operations[indices[0]], xs[indices[0]], raw, size)
@@ -223,8 +225,12 @@ def _finish(
             # contiguous: the backward of torch's batch norm on CPUs reads the memory of a weight as if it were without gaps
             part = received if len(indices) == 1 else received.narrow(1, offset, width).contiguous()
             offset += width
-            out[i] = _assemble(operations[i], xs[i], part.reshape(rows, *shape), size, coordinate)
+            out[i] = _assemble(operations[i], xs[i], part.reshape(rows, *shape), size, coordinate, group)
     return [x for x in out if x is not None]
+
+
+def _apply(operation: AxisOperation, x: torch.Tensor, size: int, coordinate: int, group: str) -> torch.Tensor:
+    return apply_locally(operation, x, size, place_in(group, coordinate, x) if operation.differs_by_rank else coordinate)
 
 
 # -- one tensor, in one part: in the form that torch's asynchronous tensor parallelism knows (`compat.async_tp`)
@@ -252,10 +258,12 @@ def _finish_plain(operation: AxisOperation, x: torch.Tensor, raw: torch.Tensor, 
     return torch.cat(whole.chunk(size), dim) if dim else whole
 
 
-def _assemble(operation: AxisOperation, x: torch.Tensor, stacked: torch.Tensor, size: int, coordinate: int) -> torch.Tensor:
+def _assemble(
+    operation: AxisOperation, x: torch.Tensor, stacked: torch.Tensor, size: int, coordinate: int, group: str
+) -> torch.Tensor:
     if operation.kind in ("all_reduce", "reduce_scatter"):
         return stacked.squeeze(0)
     whole = join_shards(stacked, operation.dim, operation.parts)
     if _needs_gather(operation, x):
-        return apply_locally(AxisOperation("slice", operation.to, operation.to_parts), whole, size, coordinate)
+        return _apply(AxisOperation("slice", operation.to, operation.to_parts), whole, size, coordinate, group)
     return whole

@@ -56,13 +56,18 @@ def group_name(device_mesh: Any, axis: str) -> str:
     group, bindings = device_mesh.get_group(axis), cast(Any, torch._C._distributed_c10d)
     sizes = zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True)
     name = f"{axis} of {' x '.join(f'{each}={size}' for each, size in sizes)}"
-    with suppress(RuntimeError):  # no mesh before had it
+    with suppress(RuntimeError, KeyError):  # no mesh before had it, or its group was destroyed, which keeps the name
         ranks = [dist.get_process_group_ranks(each) for each in (bindings._resolve_process_group(name), group)]
         if ranks[0] != ranks[1]:  # a mesh of other ranks
             return str(group.group_name)
-        bindings._unregister_process_group(name)
+    bindings._unregister_process_group(name)
     bindings._register_process_group(name, group)
     return name
+
+
+def coordinate_in(group: str) -> int:
+    """Return this rank's place in the group of that name. Seen on 2.13.0."""
+    return int(cast(Any, torch._C._distributed_c10d)._resolve_process_group(group).rank())
 
 
 def own_store() -> Any:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..compat.collectives import coordinate_in
+
 
 @dataclass(frozen=True)
 class AxisHandle:
@@ -30,6 +32,24 @@ class AxisHandle:
             return x.chunk(self.size, dim)[self.coordinate]
         each = x.shape[dim] // sum(self.shares)
         return x.narrow(dim, each * sum(self.shares[: self.coordinate]), each * self.shares[self.coordinate])
+
+
+def place_in(group: str, coordinate: int, like: torch.Tensor) -> torch.Tensor | int:
+    """Return this rank's coordinate on the axis of a group, for tensors on the device of `like`. In compiled code it is known
+    when that runs, so that the ranks of the axis have one graph."""
+    if group and torch.compiler.is_compiling():
+        return _coordinate(like, group)  # type: ignore[no-any-return]
+    return coordinate
+
+
+@torch.library.custom_op("autopar::coordinate", mutates_args=())
+def _coordinate(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.full((), coordinate_in(group), device=like.device)  # filled there: a copy would wait for the device
+
+
+@_coordinate.register_fake
+def _(like: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)
 
 
 def shares_of(batch: int, ranks: int) -> tuple[int, ...]:

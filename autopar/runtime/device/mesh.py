@@ -168,24 +168,28 @@ class MeshHandle:
             other.dp = AxisHandle(DATA_AXIS)
             other.handles = self.handles | {DATA_AXIS: other.dp}
             other.seed_offset = _WHOLE_BATCH
-            other.seed += _WHOLE_BATCH
+            other._set_seed(other.seed + _WHOLE_BATCH)
         if context > 1:
             other.axes = self.divided_axes(context, (DATA_AXIS, CONTEXT_AXIS))
             _, mesh = self._meshes(other.axes)
             other.handles = {name: _handle(name, size, mesh) for name, size in other.axes.items()}
             other.dp, other.cp = other.handles[DATA_AXIS], other.handles[CONTEXT_AXIS]
             other.seed_offset = _WHOLE_BATCH
-            other.seed += _WHOLE_BATCH
+            other._set_seed(other.seed + _WHOLE_BATCH)
         if uneven_batch:
             other.dp = replace(self.dp, shares=shares_of(uneven_batch, self.dp.size))
             other.handles = self.handles | {DATA_AXIS: other.dp}
             other.own_examples, other.all_examples = other.dp.shares[other.dp.coordinate], uneven_batch
         return other
 
+    def _set_seed(self, seed: int) -> None:
+        self.seed = seed
+        self.seed_tensor = torch.tensor(seed % (1 << 62), device="cpu")  # keys of streams are of that many bits
+
     def reseed(self, seed: int) -> None:
         """Restart all random streams from `seed`; each stage has streams of its own."""
         self.base_seed = seed
-        self.seed = seed + self.pp.coordinate * 1_000_003 + self.seed_offset
+        self._set_seed(seed + self.pp.coordinate * 1_000_003 + self.seed_offset)
         seed_stream.restart()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.types import Number
 
 from ..compat.autograd import apply
+from ..compat.collectives import coordinate_in
 from .axis import AxisHandle
 
 
@@ -22,6 +23,8 @@ class SeedSource(Protocol):
     """The part of a mesh that random operations need."""
 
     seed: int
+    seed_tensor: torch.Tensor
+    """The seed, on the CPU: an input of compiled code."""
 
     def axis(self, name: str) -> AxisHandle: ...
 
@@ -122,22 +125,27 @@ def _generator(device: str) -> torch.Generator:
 # Opaque operations. A compiled seed changes `order`, so that torch.compile neither merges nor moves draws (R-Drop drops one
 # tensor twice); it is saved for the backward, which may draw the numbers of that seed again.
 @torch.library.custom_op("autopar::next_seed", mutates_args=("order",))
-def _next_seed(order: torch.Tensor, key: int) -> torch.Tensor:
+def _next_seed(order: torch.Tensor, seed: torch.Tensor, axes: str) -> torch.Tensor:
+    """Draw the next seed of a shard. `axes`: a line each, of its name and that of its group (none on an axis of one rank)."""
     order.add_(1)
+    groups = (line.partition(" ") for line in axes.splitlines())
+    key = _key(int(seed), ((name, coordinate_in(group) if group else 0) for name, _, group in groups))
     return torch.tensor(seed_stream(key).next_seed(), device="cpu")
 
 
 @_next_seed.register_fake
-def _(order: torch.Tensor, key: int) -> torch.Tensor:
+def _(order: torch.Tensor, seed: torch.Tensor, axes: str) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def next_seed(mesh: SeedSource, sharded_axes: Iterable[str]) -> torch.Tensor:
-    """Draw the next seed of a shard: a number on the CPU."""
-    key = shard_key(mesh, sharded_axes)
+    """Draw the next seed of a shard: a number on the CPU. Compiled code knows the shard when it runs, so that all ranks have one
+    graph."""
     if torch.compiler.is_compiling():
-        return _next_seed(seed_stream.order, key)  # type: ignore[no-any-return]
-    return torch.tensor(seed_stream(key).next_seed(), device="cpu")  # fake in a dry run, which `order` is not
+        axes = "\n".join([f"{name} {mesh.axis(name).group_name}" for name in sharded_axes])
+        return _next_seed(seed_stream.order, mesh.seed_tensor, axes)  # type: ignore[no-any-return]
+    # fake in a dry run, which `order` is not
+    return torch.tensor(seed_stream(shard_key(mesh, sharded_axes)).next_seed(), device="cpu")
 
 
 @torch.library.custom_op("autopar::keep_mask", mutates_args=())
@@ -152,7 +160,7 @@ def _(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
 
 
 def _number(name: str) -> int:
-    """A hash of an axis' name by plain arithmetic, which torch.compile traces."""
+    """A hash of an axis' name by plain arithmetic, the same in every process."""
     number = 0
     for letter in name:
         number = number * 131 + ord(letter)
@@ -162,9 +170,13 @@ def _number(name: str) -> int:
 def shard_key(mesh: SeedSource, sharded_axes: Iterable[str]) -> int:
     """A key that differs between ranks that hold different elements and agrees between replicas. Axes enter by name: rank 0 of
     one axis must not share a stream with rank 0 of another, since other ranks would not advance it."""
-    key = mesh.seed
-    for name in sharded_axes:
-        key = (key * 65_537 + _number(name)) * 65_537 + mesh.axis(name).coordinate + 1
+    return _key(mesh.seed, ((name, mesh.axis(name).coordinate) for name in sharded_axes))
+
+
+def _key(seed: int, coordinates: Iterable[tuple[str, int]]) -> int:
+    key = seed
+    for name, coordinate in coordinates:
+        key = (key * 65_537 + _number(name)) * 65_537 + coordinate + 1
     return key % (1 << 62)
 
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat.autograd import apply, keeps_graph
-from ..compat.collectives import all_reduce, wait_tensor
-from ..device.axis import AxisHandle
+from ..compat.collectives import all_reduce, coordinate_in, wait_tensor
+from ..device.axis import AxisHandle, place_in
 from .functions import full_precision
 
-Place = tuple[str, int, int]
+Place = tuple[str, int | Tensor, int]
 """The name of the group of an axis, this rank's coordinate on it, and its size."""
 _WHOLE: Place = ("", 0, 1)
 
@@ -65,7 +65,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         group: str,
-        coordinate: int,
+        coordinate: int | Tensor,
         size: int,
         ignore: int,
         smoothing: float,
@@ -98,7 +98,7 @@ def cross_entropy_sharded(
     """
     if axis.size == 1:
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
-    place = (axis.group_name, axis.coordinate, axis.size)
+    place = (axis.group_name, place_in(axis.group_name, axis.coordinate, target), axis.size)
     return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)  # type: ignore[no-any-return]
 
 
@@ -144,11 +144,12 @@ def _in_chunks(
 
 @torch.library.custom_op("autopar::linear_cross_entropy", mutates_args=())
 def _traced_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, wanted: Sequence[bool], *, group: str, coordinate: int,
-    size: int, ignore: int, smoothing: float, chunk: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, wanted: Sequence[bool], *, group: str, size: int,
+    ignore: int, smoothing: float, chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """Return `_in_chunks`; compiled code calls it as it is, however many chunks there are."""
-    return _in_chunks(x, weight, bias, target, (group, coordinate, size), (ignore, smoothing, chunk), wanted)
+    place = (group, coordinate_in(group), size) if size > 1 else _WHOLE
+    return _in_chunks(x, weight, bias, target, place, (ignore, smoothing, chunk), wanted)
 
 
 @_traced_chunks.register_fake
@@ -174,7 +175,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         results: list[Tensor]
         if torch.compiler.is_compiling():
-            named = dict(zip(("group", "coordinate", "size", "ignore", "smoothing", "chunk"), (*place, *options), strict=True))
+            named = dict(zip(("group", "size", "ignore", "smoothing", "chunk"), (place[0], place[2], *options), strict=True))
             results = _traced_chunks(x, weight, bias, target, wanted, **named)
         else:
             results = _in_chunks(x, weight, bias, target, place, options, wanted)

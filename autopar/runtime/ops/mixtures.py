@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compat.autograd import apply
+from ..compat.collectives import coordinate_in
 from ..compat.eager_call import call_eagerly, gradients_of
 from ..device.axis import AxisHandle
 from .expert_activations import ExpertActivation
@@ -111,8 +112,7 @@ def _in_graph(
     trains = torch.is_grad_enabled()
     wanted = tuple(trains and x is not None and x.requires_grad for x in operands)
     options = {
-        "kind": kind, "group": axis.group_name, "size": axis.size, "coordinate": axis.coordinate, "activation": activation,
-        "layout": layout,
+        "kind": kind, "group": axis.group_name, "size": axis.size, "activation": activation, "layout": layout,
     }  # fmt: skip
     result, handle = apply(_Call, options, tuple(shape), wanted, axis.slots, *operands)
     return result, handle
@@ -144,9 +144,10 @@ class _Call(torch.autograd.Function):
 @torch.library.custom_op("autopar::call_experts", mutates_args=())
 def _traced_call(
     tensors: Sequence[Tensor], present: Sequence[bool], wanted: Sequence[bool], slots: Tensor | None, shape: Sequence[int], *,
-    kind: str, group: str, size: int, coordinate: int, activation: str, layout: str,
+    kind: str, group: str, size: int, activation: str, layout: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return the result of a call of `kind`, of this shape, and its handle. `tensors`: the operands that are `present`."""
+    coordinate = coordinate_in(group) if size > 1 else 0
     axis, inside = AxisHandle("", size, coordinate, group, (), slots), ExpertActivation.of(activation, layout)
     functions: dict[str, Callable[..., Any]] = {
         "every": partial(every_expert, activation=activation, layout=layout),

@@ -12,9 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autopar.runtime
@@ -45,6 +47,21 @@ def test_functional_collectives(ranks: RankPool) -> None:
         assert out["gather"] == [0.0, 1.0, 2.0, 3.0]
         assert out["scatter"] == [4.0 * i + 6 for i in (2 * rank, 2 * rank + 1)]
         assert out["all_to_all"] == [float(2 * rank + i + source) for source in range(4) for i in range(2)]
+
+
+def sums_of_destroyed_groups() -> list[float]:
+    """Sums over an axis of meshes that are alike, the group of each of which is destroyed."""
+    sums = []
+    for number in range(3):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("destroyed", "tp"))
+        name = collectives.group_name(mesh, "destroyed")
+        sums.append(collectives.wait_tensor(collectives.all_reduce(torch.tensor([1.0 + number]), "sum", name)).item())
+        dist.destroy_process_group(mesh.get_group("destroyed"))
+    return sums
+
+
+def test_a_mesh_like_one_whose_group_was_destroyed(ranks: RankPool) -> None:
+    assert ranks.run(sums_of_destroyed_groups) == [[2.0, 4.0, 6.0]] * 4
 
 
 def elementwise(axes: dict[str, int]) -> list[str]:

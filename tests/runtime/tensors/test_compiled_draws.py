@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.runtime.device.rng import SeedStreams, dropout, random, seed_stream
 
-MESH = SimpleNamespace(seed=7)
+MESH = SimpleNamespace(seed=7, seed_tensor=torch.tensor(7))
 
 
 def draw(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
