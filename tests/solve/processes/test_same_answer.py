@@ -95,6 +95,7 @@ LARGE = (
     "mixtral-8x22b --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16",
     "deepseek-v3 --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16",
     "llama3-405b --cluster dgx-h100:2048 --batch 2048 --seq 8192 --dtype bf16",
+    "tests/benchmarks/deep_models.py:t5_11b --cluster dgx-h100:2 --dtype bf16",
 )
 
 
