@@ -22,11 +22,12 @@ from autopar.solve.tighten import BoundTask
 @dataclass(slots=True)
 class _Relaxations:
     """The linear relaxations of a mesh that were solved: bounds of `FlowRelaxation` by weight, and seconds of single blocks.
-    `all_blocks` once each of these was, `sharp` once nothing is left out."""
+    `all_blocks` once each of these was, `whole` once one of all was, `sharp` once nothing is left out."""
 
     bounds: dict[float, float] = field(default_factory=dict)
     block_seconds: dict[str, float] = field(default_factory=dict)
     all_blocks: bool = False
+    whole: bool = False
     sharp: bool = False
 
 
@@ -129,8 +130,9 @@ class _MeshBound:
         link, which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without
         the last."""
         state, members, relaxations = self.state, self.members, self.relaxations
-        if self.flow is None:
-            self.flow = FlowRelaxation(self.problem)
+        self.flow = self.flow or FlowRelaxation(self.problem)
+        if not relaxations.whole:  # in no process
+            relaxations.whole = True
             state.facts.variables[self.problem.mesh] = self.flow.form.model.variables
             self._raise_flow_bound(self.flow.bound(state.seconds_left()))
             self._bound_by_memory(fully)

@@ -125,7 +125,7 @@ class _Walk:
         moved: dict[tuple[str, Placement], float] = {}
 
         def cost(strategy: AxisStrategy) -> tuple[float, int]:
-            needed = {*zip(names, strategy.operands, strict=True)}
+            needed = dict.fromkeys(zip(names, strategy.operands, strict=True))  # a set would be summed in the order of hashes
             moved.update((each, self._conversion_cost(*each)) for each in needed if each not in moved)
             bytes_moved = sum(moved[each] for each in needed)
             shards = any(isinstance(place, Shard) for place in (*strategy.operands, *strategy.results))

@@ -280,14 +280,14 @@ class _Builder:
                 at.setdefault(name, []).append(Slot(block.name, side, index))  # type: ignore[arg-type]
 
         def graph_of(name: str) -> ConversionGraph:
-            produced, needed = (list(side) for side in self.ends[block.name][name])
+            produced, needed = (dict.fromkeys(side) for side in self.ends[block.name][name])
             for slot in at.get(name, ()):
-                (needed if slot.side == "out" else produced).extend(self.placements[self.boundary.classes[slot]])
+                (needed if slot.side == "out" else produced).update(dict.fromkeys(self.placements[self.boundary.classes[slot]]))
             value, pins = values[name], self.pins.get((block.name, name), ())
-            key = (value.shape, value.dtype, value.differentiable, frozenset(produced), frozenset(needed), pins)
+            # states are in the order of the ends: a graph of another order would be that of whoever reads first
+            key = (value.shape, value.dtype, value.differentiable, tuple(produced), tuple(needed), pins)
             if key not in self._graphs:
-                ends = dict.fromkeys(produced), dict.fromkeys(needed)
-                self._graphs[key] = conversion_graph(value, self.mesh.sizes, *ends, dict(pins))
+                self._graphs[key] = conversion_graph(value, self.mesh.sizes, produced, needed, dict(pins))
             return self._graphs[key]
 
         same_price_as = {name: _same_price(each) for name, each in plans.items()}

@@ -9,14 +9,21 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.models.solver_graphs import llama_graph
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
+from autopar.rules.registry import default_registry
+from autopar.solve.bounds.flow_bound import FlowRelaxation
+from autopar.solve.mesh.mesh_bounds import _MeshBound
+from autopar.solve.problem.structure import structure_of
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
+from autopar.solve.search_state import SearchState
 from autopar.solve.space.options import SearchOptions
 
 OPTIONS = SearchOptions(precision=Precision("bfloat16", "float32"), time_limit_seconds=inf)
@@ -48,6 +55,31 @@ def test_processes_and_clock_change_nothing(cluster: str, monkeypatch: pytest.Mo
     assert now[0] > 300.0, "the search did look at the clock"
 
 
+def test_conversions_do_not_depend_on_who_reads_first() -> None:
+    """A process that begins with another block has the same columns in the same order, and so the same last digits."""
+    graph, mesh = llama_graph(), Mesh((Axis("dp", 2), Axis("tp", 4)))
+    one, two = (structure_of(graph, mesh, default_registry()) for _ in range(2))
+    places = [(name, value) for name, block in one.blocks.items() for value in block.conversions]
+    forwards = {(name, value): one.blocks[name].conversions[value] for name, value in places}
+    backwards = {(name, value): two.blocks[name].conversions[value] for name, value in reversed(places)}
+    assert forwards == backwards
+
+
+def test_a_bound_of_a_copy_is_not_computed_again() -> None:
+    """Its report has all that it solved: one more program, of the same bound, may be an ulp higher."""
+    state = SearchState(llama_graph(), Cluster.parse("dgx-h100:1"), OPTIONS, lambda line: None)
+    state.list_points()
+    members = [each for each in state.mesh_points if each.point.mesh == Mesh((Axis("dp", 4), Axis("tp", 2)))]
+    here, copied = _MeshBound(state, members), _MeshBound(state, members)
+    solved = []
+    copied.take(here.bound())
+    for each in (here, copied):
+        with patch.object(FlowRelaxation, "bound", autospec=True, return_value=1.0) as bound:
+            each.sharpen(inf)
+        solved.append(bound.call_count)
+    assert solved[0] == solved[1]
+
+
 def test_a_time_limit_says_that_it_ended_the_search() -> None:
     graph, cluster = llama_graph(layers=32, batch=128), Cluster.parse("dgx-h100:1")
     assert not search(graph, cluster, OPTIONS).cut_short
@@ -63,6 +95,7 @@ LARGE = (
     "mixtral-8x22b --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16",
     "deepseek-v3 --cluster dgx-h100:32 --batch 256 --seq 4096 --dtype bf16",
     "llama3-405b --cluster dgx-h100:2048 --batch 2048 --seq 8192 --dtype bf16",
+    "tests/benchmarks/deep_models.py:t5_11b --cluster dgx-h100:2 --dtype bf16",
 )
 
 
