@@ -53,7 +53,7 @@ def fused_profile(node: Node, known: Profile, accesses: dict[Access, float]) -> 
     counts = [[accesses.get((node.name, field, index), 0.0) for index in range(len(getattr(known, field)))] for field in FIELDS]
     kernels = known.kernels
     if is_streaming(node):
-        kernels = int(any(map(any, counts[:2]))), int(any(map(any, counts[2:])))
+        kernels = min(kernels[0], any(map(any, counts[:2]))), min(kernels[1], any(map(any, counts[2:])))
     else:
         counts = [list(map(float.__add__, getattr(known, field), each)) for field, each in zip(FIELDS, counts, strict=True)]
     forward_operands, forward_results, backward_operands, backward_results = map(tuple, counts)
