@@ -77,6 +77,7 @@ def _candidates(region: WrittenRegion) -> Iterator[TorchFunction]:
             tables = (Ref(region.others[place].name) for place in order)
             yield TorchFunction(ROTARY_EMBEDDING, function, (x, *tables, *((layout,) if layout != PAIR_LAYOUTS[0] else ())))
     length = region.x.shape[-1]
+    assert isinstance(length, int)
     are_weights = all((other.shape, other.dtype) == ((length,), region.x.dtype) for other in region.others)
     if are_weights and any(map(ops.get, ("rsqrt", "sqrt", "pow"))) and any(map(ops.get, ("mean", "sum", "var"))):
         for epsilon in _epsilons(region):
@@ -105,8 +106,9 @@ def _layer_norm(x: Tensor, *vectors: Tensor, order: tuple[int, ...], epsilon: fl
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def _rotary_embedding(x: Tensor, *others: Tensor, order: tuple[int, int], layout: str) -> Tensor:
-    return rotary_embedding(x, *(others[place] for place in order), layout)
+def _rotary_embedding(x: Tensor, *others: Tensor, order: tuple[int, ...], layout: str) -> Tensor:
+    cos, sin = (others[place] for place in order)
+    return rotary_embedding(x, cos, sin, layout)
 
 
 def _epsilons(region: WrittenRegion) -> list[float]:

@@ -92,7 +92,7 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
 def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
     """The region from `x` to the last node; None where it reads another tensor, or is somewhere rounded more than `x` is."""
     value, root = graph.values[x], inside[-1].outputs[0]
-    if (value.shape, value.dtype) != (root.shape, root.dtype) or len(value.shape) < 2 or not _floats(value.dtype):
+    if (value.shape, value.dtype) != (root.shape, root.dtype) or len(value.shape) < 2 or not _dtype(value.dtype).is_floating_point:
         return None
     if not isinstance(value.shape[-1], int):
         return None
@@ -133,12 +133,12 @@ def _at_places(nodes: list[Node], operands: tuple[str, ...], graph: Lookup) -> W
     return WrittenRegion(tuple(out), x, tuple(others))
 
 
-def _floats(dtype: str) -> bool:
-    floats: bool = getattr(torch, dtype).is_floating_point
-    return floats
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _holds(dtype: str, other: str) -> bool:
     """Whether a number of the other type stays what it is in this one."""
-    one, two = getattr(torch, dtype), getattr(torch, other)
+    one, two = (_dtype(name) for name in (dtype, other))
     return one == two or (one.is_floating_point and two.is_floating_point and one.itemsize > two.itemsize)
