@@ -92,9 +92,9 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
 def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
     """The region from `x` to the last node; None where it reads another tensor, or is somewhere rounded more than `x` is."""
     value, root = graph.values[x], inside[-1].outputs[0]
-    if (value.shape, value.dtype) != (root.shape, root.dtype) or len(value.shape) < 2 or not _dtype(value.dtype).is_floating_point:
+    if (value.shape, value.dtype) != (root.shape, root.dtype) or not _dtype(value.dtype).is_floating_point:
         return None
-    if not isinstance(value.shape[-1], int):
+    if len(value.shape) < 2 or not isinstance(value.shape[-1], int):
         return None
     after = {x}
     nodes = []
