@@ -48,7 +48,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layo
 
 
 def _pairs(x: torch.Tensor, layout: str) -> Sequence[torch.Tensor]:
-    return (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if layout == "interleaved" else x.chunk(2, -1)
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:

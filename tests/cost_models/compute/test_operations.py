@@ -10,6 +10,8 @@ from support.harness.processor_seconds import processor_seconds
 from support.models.handwritten_blocks import Builder, gpt2_block, llama_block
 from support.plans.handwritten_candidates import block_plan
 from support.plans.mesh import mesh_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost_models.compute.kernels import product_seconds
@@ -143,6 +145,46 @@ def test_views_are_free_and_sums_hand_their_gradient_on() -> None:
     assert view.seconds == 0
     total = costs.node(NodePlan("z", ((I, I),) * 2, ((I, I),), ("redundant",) * 2))
     assert total.forward_seconds > 0 and total.backward_seconds == 0
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that operations read and write, and how many do, but for views and small tensors."""
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.least_bytes, self.size_bytes, self.kernels = least_bytes, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(each.alias_info for each in func._schema.returns) and tree_leaves(result)[0].nbytes >= self.least_bytes:
+            self.size_bytes += sum(each.nbytes for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor))
+            self.kernels += 1
+        return result
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved", "interleaved to halves"])
+def test_operations_of_several_kernels_say_so(layout: str) -> None:
+    """Their eager forward and backward as torch dispatches them."""
+    shapes = (4, 8, 16, 32), (1, 1, 16, 32), (1, 1, 16, 32)
+    b = Builder("One")
+    refs = [b.parameter(f"p{i}", shape, trainable=i == 0) for i, shape in enumerate(shapes)]
+    block = b.block(b.op("ap.rotary_embedding", *refs, layout, shape=shapes[0], name="out"))
+    known = profile(block.nodes[0], block.values(), 1)
+    x, *tables = (torch.rand(shape) for shape in shapes)
+    x.requires_grad_()
+    with _Traffic(x.nbytes // 2) as forward:
+        result = _function("ap.rotary_embedding")(x, *tables, layout)
+    gradient = torch.rand_like(result)
+    with _Traffic(x.nbytes // 2) as backward:
+        torch.autograd.grad(result, x, gradient)
+    for traffic, kernels, sides in (
+        (forward, known.kernels[0], (known.forward_operands, known.forward_results)),
+        (backward, known.kernels[1], (known.backward_operands, known.backward_results)),
+    ):
+        sizes = zip((known.operand_bytes, known.result_bytes), sides, strict=True)
+        predicted = sum(each * times for size_bytes, counts in sizes for each, times in zip(size_bytes, counts, strict=True))
+        assert predicted == pytest.approx(traffic.size_bytes, rel=0.2)
+        assert traffic.kernels == pytest.approx(kernels, abs=1)
 
 
 def test_frozen_and_no_grad_have_no_backward() -> None:
