@@ -111,6 +111,6 @@ OPERATIONS = (
     ),
     *several(Operation("aten", spelling=method), "contiguous float"),
     Operation(VIEW_BITS, view_bits_rule, view=True),
-    Operation(ROTARY_EMBEDDING, rotary_rule, FIRST, kernels=(5, 8), spelling=function("C")),
+    Operation(ROTARY_EMBEDDING, rotary_rule, FIRST, kernels=(5, 5), spelling=function("C")),
     Operation("aten.glu", glu_rule, spelling=function("F")),
 )

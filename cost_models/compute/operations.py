@@ -127,7 +127,7 @@ def profile(node: Node, values: Mapping[str, Value], batch: int) -> Profile:
     weight_read = float(not record.view)
     reads = [weight_read] * len(a)
     if reads and not record.view:
-        reads[0] += record.kernels[0] - 1
+        reads[0] += 2 * (record.kernels[0] - 1)
     if record.lookup:
         reads[0] = 0.0
     writes = [weight_read] * len(out)
@@ -203,7 +203,7 @@ def _backward_accesses(
         return tuple(map(float, reduced)), (float(sum(reduced)),) * results
     grads = float(max(1, sum(needed[:2]))) if is_product else 1.0
     read = [float(need) + is_saved for need, is_saved in zip(needed, saved.operands, strict=True)]
-    read[0] += record.kernels[1] - 1
+    read[0] += 2 * (record.kernels[1] - 1)
     return tuple(read), tuple(grads + is_saved for is_saved in saved.results)
 
 

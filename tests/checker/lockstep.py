@@ -136,7 +136,7 @@ def _in_groups(axis: LockstepAxis, run: Callable[[list[Any]], Sequence[Any]], va
 
 def _embedding_sharded(ids: Any, weight: Any, axis: LockstepAxis, padding_idx: int | None = None) -> OnRanks:
     def run(group: list[Any]) -> list[Tensor]:
-        places = [SimpleNamespace(coordinate=rank, size=axis.size) for rank in range(axis.size)]
+        places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
         return [functions.embedding_sharded(*each, place, padding_idx) for each, place in zip(group, places, strict=True)]  # type: ignore[arg-type]
 
     return _in_groups(axis, run, (ids, weight))
@@ -181,7 +181,7 @@ def _owned(*args: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
     """Each rank computes the copies of its own experts."""
 
     def run(group: list[Any]) -> list[Tensor]:
-        places = [SimpleNamespace(coordinate=rank, size=axis.size) for rank in range(axis.size)]
+        places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
         return [
             mixtures.moe_experts_owned(*each, axis=place, **options) for each, place in zip(group, places, strict=True)
         ]  # type: ignore[arg-type]

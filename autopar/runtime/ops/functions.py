@@ -40,15 +40,19 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layo
     `cos` and `sin` broadcast to x. Their last dimension is laid out as the result's, or has d/2 elements, one for each pair."""
     (of_x, _, _), (_, _, of_result) = layout.partition(" to "), layout.rpartition(" to ")
     first, second = _pairs(x, of_x)
-    (cos1, cos2), (sin1, sin2) = (
-        _pairs(table, of_result) if table.shape[-1] == x.shape[-1] else (table, table) for table in (cos, sin)
-    )
-    rotated = torch.addcmul(first * cos1, second, sin1, value=-1), torch.addcmul(second * cos2, first, sin2)
-    return torch.stack(rotated, -1).flatten(-2) if of_result == "interleaved" else torch.cat(rotated, -1)
+    if of_x != of_result:
+        x = _joined(first, second, of_result)
+    if cos.shape[-1] != x.shape[-1]:
+        cos, sin = (_joined(table, table, of_result) for table in (cos, sin))
+    return x * cos + _joined(-second, first, of_result) * sin
 
 
 def _pairs(x: torch.Tensor, layout: str) -> Sequence[torch.Tensor]:
     return x.unflatten(-1, (-1, 2)).unbind(-1) if layout == "interleaved" else x.chunk(2, -1)
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor, layout: str) -> torch.Tensor:
+    return torch.stack((first, second), -1).flatten(-2) if layout == "interleaved" else torch.cat((first, second), -1)
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:

@@ -286,7 +286,7 @@ def calls_without_gradients(
     return said, max(float((both[name] - 2 * gradient).abs().max()) for name, gradient in once.items()), left
 
 
-@pytest.mark.parametrize(("model", "seed"), [("llama", 3), SLOW("gpt2", 0), SLOW("qwen3", 0)])
+@pytest.mark.parametrize(("model", "seed"), [("llama", 6), SLOW("gpt2", 0), SLOW("qwen3", 0)])
 def test_calls_without_gradients_between_steps(model: str, seed: int, ranks: RankPool) -> None:
     """No operation is tagged where nothing is recomputed, and conversions of two tensors have their contexts."""
     prepared = prepare(model)

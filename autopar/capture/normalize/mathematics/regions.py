@@ -83,7 +83,7 @@ def _single_exit(root: Node, graph: Lookup, places: Mapping[str, int]) -> list[N
                 heappush(heap, (-places[name], name))
         while heap and not waiting and len(inside) < MOST_NODES:  # the latest first: all that may read it is inside by then
             node = graph.producers[heappop(heap)[1]]
-            if node is not inside[-1] and all(readers.get(each.name, 0) == graph.uses[each.name] for each in node.outputs):
+            if node is not inside[-1] and all(readers.get(each.name, 0) == graph.uses.get(each.name, 0) for each in node.outputs):
                 inside.append(node)
                 waiting.append(node)
     return inside[::-1]
