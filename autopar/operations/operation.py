@@ -52,7 +52,7 @@ class Operation:
     may_share: bool = False  # the result may be the operand itself: a cast to the same dtype, a conversion without a collective
     lookup: bool = False  # reads of its first operand only as much as it returns
     bag: bool = False  # a lookup that returns sums of rows
-    kernels: tuple[int, int] = (1, 1)  # of an eager forward and backward; each but the first reads and writes that much again
+    kernels: tuple[int, int] = (1, 1)  # of an eager forward and backward; each but the first reads and writes operand 0 once more
     sum: bool = False  # the gradient is passed through without a kernel, but for operands that were broadcast
     transcendental: bool = False  # a transcendental function, or a random number, for each element
     in_place: bool = False  # the backward makes the gradient in the storage of what the forward saved, in float32

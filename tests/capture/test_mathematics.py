@@ -15,6 +15,7 @@ from autopar.capture import capture
 from autopar.capture.normalize.mathematics import recover as rewrite
 from autopar.capture.normalize.mathematics.recover import recover
 from autopar.capture.normalize.mathematics.regions import MOST_NODES
+from autopar.runtime.ops.functions import rotary_embedding
 
 WIDTH = 8
 Written = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -151,6 +152,33 @@ def test_rotary_embeddings(name: str) -> None:
     assert {"aten.mul.Tensor", "aten.cat", "aten.stack", "aten.neg"}.isdisjoint(operations(written))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(ROTATED.keys() - {"ModernBERT"}))
+def test_rotary_embeddings_round_as_they_were_written(name: str, dtype: torch.dtype) -> None:
+    layout, written = ROTATED[name]
+    x, w, b = (torch.randn(shape, dtype=dtype) for shape in ((4, 3, WIDTH), (WIDTH,), (WIDTH,)))
+    tables = (w, b), (w[:4], b[:4]), (w[:4], b[4:])
+    assert any(torch.equal(rotary_embedding(x, *each, layout or "halves"), written(x, w, b)) for each in tables)
+
+
+class Doubled(nn.Module):
+    """Casts its weight, and what it computes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        return (y.double() * self.weight.double()).to(x.dtype) + (y.double() ** 2).to(x.dtype)
+
+
+def test_casts_of_a_module_are_one_and_those_of_its_calls_stay() -> None:
+    double = Doubled()
+    ops = operations(lambda x, w, b: double(double(x)))
+    assert ops.count("aten.to.dtype") == 2 * 4
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", LEFT)
 def test_nearly_so(name: str, dtype: str | None) -> None:
@@ -174,7 +202,7 @@ def test_the_proof_runs_in_any_mode(mode: AbstractContextManager[Any]) -> None:
 
 
 def test_regions_of_a_chain_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long chain of pointwise operations, so that their number is all that grows with its length."""
+    """A long chain of pointwise operations has many of them, none of which grows with its length."""
     sizes: list[int] = []
     monkeypatch.setattr(rewrite, "recover", lambda region: sizes.append(len(region.nodes)))
 

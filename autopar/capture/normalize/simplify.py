@@ -34,12 +34,14 @@ def casts(node: Node, graph: Lookup) -> Rewritten | None:
 
 
 def equal_casts(flat: FlatGraph) -> FlatGraph:
-    """A module that casts a tensor twice (``x.float() * cos + rotate_half(x.float()) * sin``) does so once. Of other modules the
-    casts stay, so that equal layers stay equal."""
+    """A module that casts a tensor of its own twice (``x.float() * cos + rotate_half(x.float()) * sin``) does so once. Casts of
+    what it reads from elsewhere (weights, masks) stay, so that calls of one module stay equal."""
     first: dict[tuple[object, ...], str] = {}
+    producers = flat.producers()
 
     def step(node: Node) -> Rewritten | None:
-        if node.op != CAST:
+        producer = producers.get(node.operands()[0]) if node.op == CAST else None
+        if producer is None or not f"{producer.module}.".startswith(f"{node.module}." if node.module else ""):
             return None
         name = first.setdefault((node.module, node.args, node.kwargs, node.no_grad), node.name)
         return None if name == node.name else ((), {node.name: name})

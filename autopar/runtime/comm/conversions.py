@@ -48,7 +48,7 @@ class AxisOperation(NamedTuple):
 
     @property
     def differs_by_rank(self) -> bool:
-        """Whether what is computed depends on the rank's coordinate."""
+        """True where the result depends on the coordinate of the rank."""
         return self.kind in ("slice", "mask", "pad")
 
 

@@ -148,7 +148,7 @@ def test_views_are_free_and_sums_hand_their_gradient_on() -> None:
 
 
 class _Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, and how many do, but for views and small tensors."""
+    """The bytes that operations read and write, and their number, without views and small results."""
 
     def __init__(self, least_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -142,14 +142,14 @@ def test_a_store_that_fails_leaves_each_rank_its_own_code(refused: str) -> None:
     assert [compile_on(store), compile_on(store)] == ["code 1 compiled"] * 2
 
 
-def test_code_that_cannot_be_read_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_compiles_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledCode, "archive", lambda _: b"no archive")
     store = dist.HashStore()
     assert [compile_on(store), compile_on(store)] == ["code 1 compiled"] * 2
 
 
 def test_where_code_comes_from_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch finds in its caches, and by whether a rank of this job put it there."""
+    """Counts follow from what torch finds in its caches, and from whether a rank of this job put it there."""
     monkeypatch.setattr(CompiledCode, "archive", lambda _: b"archive")
     monkeypatch.setattr(compile_once, "take_code", lambda _: None)
     hits = iter(range(100))

@@ -65,7 +65,7 @@ def test_conversions_do_not_depend_on_who_reads_first() -> None:
     assert forwards == backwards
 
 
-def test_a_bound_of_a_copy_is_not_computed_again() -> None:
+def test_the_bound_of_a_copy_counts_as_the_own_one() -> None:
     """Its report has all that it solved: one more program, of the same bound, may be an ulp higher."""
     state = SearchState(llama_graph(), Cluster.parse("dgx-h100:1"), OPTIONS, lambda line: None)
     state.list_points()

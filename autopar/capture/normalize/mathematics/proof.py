@@ -13,8 +13,8 @@ from autopar.capture.normalize.mathematics.regions import MERGE, WrittenRegion
 from autopar.operations.pointwise import CAST
 
 SCALES = (0.0, 1e-6, 1e-3, 1.0, 30.0)
-"""Of the rows of x: at zero, where an epsilon of any size tells, next to that of a norm, and out to where an activation is
-flat."""
+"""Magnitudes of the rows of x: zero, where an epsilon of any size tells, next to that of a norm, and out to where an activation
+is flat."""
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
 
 Function = Callable[..., Tensor]

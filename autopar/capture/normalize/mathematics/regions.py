@@ -17,7 +17,7 @@ from autopar.operations.pointwise import CAST
 _POINTWISE = """add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar neg square
 sqrt rsqrt reciprocal pow.Tensor_Scalar pow.Scalar exp log log1p tanh erf sigmoid softplus"""
 MOST_NODES = 24
-"""Of a region: a norm that casts both ways and has a weight and a bias needs half of them."""
+"""The most nodes of a region: a norm that casts both ways and has a weight and a bias needs half of them."""
 _REDUCTIONS = "mean.dim sum.dim_IntList var.correction var.dim"
 _ROW_OPERATIONS = frozenset(f"aten.{name}" for name in f"{_POINTWISE} {_REDUCTIONS}".split()) | {CAST}
 """What a region is made of. A reduction may be over any dimensions: the proof tells."""
@@ -50,7 +50,7 @@ Cut = tuple[WrittenRegion, tuple[str, ...], tuple[Node, ...]]
 
 
 def is_of_rows(node: Node, graph: Lookup) -> bool:
-    """Whether a region may have it."""
+    """Return whether a region may contain the node."""
     shape = node.outputs[0].shape
     if node.op in _ALONG:
         dim = argument(node, _ALONG[node.op], "dim", 0)
@@ -114,7 +114,7 @@ def _between(x: str, inside: list[Node], graph: Lookup) -> Cut | None:
 
 
 def _broadcasts(shape: Shape, other: Shape) -> bool:
-    """Whether a tensor broadcasts to the other's shape, or to half of its rows."""
+    """Return whether a tensor of `shape` broadcasts to the shape `other`, or to one whose last dimension is half as long."""
     if not shape or len(shape) > len(other) or shape[-1] not in (1, other[-1], int(other[-1]) // 2):
         return False
     return all(one in (1, two) for one, two in zip(shape[-2::-1], other[-2::-1], strict=False))
@@ -139,6 +139,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _holds(dtype: str, other: str) -> bool:
-    """Whether a number of the other type stays what it is in this one."""
+    """Return whether every number of the type `other` is one of `dtype`."""
     one, two = (_dtype(name) for name in (dtype, other))
     return one == two or (one.is_floating_point and two.is_floating_point and one.itemsize > two.itemsize)
