@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
@@ -34,7 +36,16 @@ def cross_entropy_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[Op
     return OperationCollective("all_reduce", tokens, dtype), OperationCollective("all_reduce", (3, *tokens), dtype)
 
 
+def log_probs_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
+    """Those of cross entropy, which computes them."""
+    dtype = node.outputs[0].dtype
+    wide = replace(node, outputs=(replace(node.outputs[0], dtype="float32" if dtype in ("bfloat16", "float16") else dtype),))
+    return cross_entropy_collectives(wide, shapes)
+
+
 CROSS_ENTROPY, PUBLISHED_IN_PLACE = "ap.cross_entropy_sum", "ap.cross_entropy_in_place"
+TOKEN_LOG_PROBS = "ap.token_log_probs"
+"""``log_softmax(logits, -1).gather(-1, index)`` without the logarithms of all classes."""
 IN_CHUNKS = {"": "ap.linear_cross_entropy_sum", "ap.cross_entropy_sharded": "ap.linear_cross_entropy_sharded"}
 """For a function that computes the loss of logits (empty: the operation itself) the one that computes it from the operands of the
 head, `CHUNK_TOKENS` at a time."""
@@ -63,6 +74,10 @@ OPERATIONS = (
     Operation(CROSS_ENTROPY, _CROSS_ENTROPY, functions=_SHARDED, loss=True, transcendental=True, spelling=function("C")),
     Operation(PUBLISHED_IN_PLACE, _CROSS_ENTROPY, functions=_SHARDED[:1], loss=True, in_place=True, published=True),
     Operation("ap.cross_entropy_sharded", loss=True, spelling=function("C")),
+    Operation(
+        TOKEN_LOG_PROBS, "... v!, ... 1 -> ... 1", transcendental=True, spelling=function("C"),
+        functions=(NamedFunction("v", "ap.token_log_probs_sharded", Invariant(), log_probs_collectives, at=(0, -1)),),
+    ),
     Operation("ap.count_valid", "...+ -> ()", spelling=function("C")),
     Operation("ap.ctc_losses", "t! b c!, b u!, b, b -> b", spelling=function("C")),
     *several(Operation("aten", pointwise_loss_rule(2)), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),

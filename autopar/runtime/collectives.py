@@ -27,7 +27,14 @@ from .ops.functions import (
     local_mean,
     rotary_embedding,
 )
-from .ops.losses import cross_entropy_sharded, cross_entropy_sum, linear_cross_entropy_sharded, linear_cross_entropy_sum
+from .ops.losses import (
+    cross_entropy_sharded,
+    cross_entropy_sum,
+    linear_cross_entropy_sharded,
+    linear_cross_entropy_sum,
+    token_log_probs,
+    token_log_probs_sharded,
+)
 from .ops.mixtures import moe_experts, moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
 from .ops.opaque import opaque
 from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo

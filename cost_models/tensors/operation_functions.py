@@ -12,6 +12,7 @@ from autopar.runtime.ops.functions import linear_kn as linear_kn
 from autopar.runtime.ops.functions import local_mean as local_mean
 from autopar.runtime.ops.functions import rotary_embedding as rotary_embedding
 from autopar.runtime.ops.losses import cross_entropy_sum as cross_entropy_sum
+from autopar.runtime.ops.losses import token_log_probs as token_log_probs
 
 linear_float8_dynamic = F.linear
 """torchao's saves the operands as they come, and casts once more in the backward."""

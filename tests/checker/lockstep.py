@@ -153,6 +153,14 @@ def _cross_entropy_sharded(logits: Any, target: Any, ignore: int, smoothing: flo
     return _in_groups(axis, run, (logits, target))
 
 
+def _token_log_probs_sharded(logits: Any, index: Any, axis: LockstepAxis) -> OnRanks:
+    def run(group: list[Any]) -> list[Tensor]:
+        found = losses.token_log_probs(torch.cat([each[0] for each in group], -1), group[0][1])
+        return list(_Conversion.apply("P -> I", *([found / axis.size] * axis.size)))
+
+    return _in_groups(axis, run, (logits, index))
+
+
 def _attention(dim: int, keys: bool) -> Callable[..., OnRanks]:
     """Attention whose queries are sharded along `dim`, and with `keys` the keys and values too: dense on the whole, of which each
     rank has its part."""
@@ -215,7 +223,8 @@ COLLECTIVES = SimpleNamespace(
     moe_experts_owned=_owned, moe_experts_dispatched=_dispatched, moe_experts_start=_dispatched, moe_experts_wait=lambda x: x,
     expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
     attention=_each(dense_attention.dense), moe_experts=_each(experts.moe_experts), histogram=_each(functions.histogram),
-    rotary_embedding=_each(functions.rotary_embedding),
+    rotary_embedding=_each(functions.rotary_embedding), token_log_probs=_each(losses.token_log_probs),
+    token_log_probs_sharded=_token_log_probs_sharded,
 )  # fmt: skip
 FACTORIES = ("arange", "zeros", "ones", "full", "scalar_tensor", "empty", "eye", "linspace")
 

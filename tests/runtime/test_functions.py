@@ -60,6 +60,30 @@ def test_all_tokens_ignored_gives_zero_gradients(ranks: RankPool) -> None:
         assert loss.isnan() and gradient.isnan().all() or gradient.eq(0).all()
 
 
+def log_probs_on_rank(logits: torch.Tensor, index: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tp = MeshHandle({"tp": 4}).tp
+    mine = logits.chunk(tp.size, -1)[tp.coordinate].clone().requires_grad_()
+    run = torch.compile(C.token_log_probs_sharded, backend=backend, fullgraph=True) if backend else C.token_log_probs_sharded
+    found = run(mine, index, tp)
+    (found * torch.arange(found.numel(), dtype=found.dtype).view(found.shape)).sum().backward()
+    assert mine.grad is not None
+    return found.detach(), mine.grad
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+def test_log_probabilities_of_tokens(ranks: RankPool, backend: str) -> None:
+    logits = (torch.randn(3, 5, V, dtype=torch.float64) * 30).requires_grad_()
+    index = torch.randint(V, (3, 5, 1))
+    expected = logits.log_softmax(-1).gather(-1, index)
+    torch.testing.assert_close(C.token_log_probs(logits, index), expected)
+    (expected * torch.arange(15, dtype=torch.float64).view(3, 5, 1)).sum().backward()
+    assert logits.grad is not None
+    answers = ranks.run(log_probs_on_rank, logits.detach(), index, backend)
+    for got, _ in answers:
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([each for _, each in answers], -1), logits.grad, rtol=1e-10, atol=1e-13)
+
+
 def lookup(axes: dict[str, int], ids: torch.Tensor, table: torch.Tensor, padding: int | None) -> Any:
     tp = MeshHandle(axes).tp
     mine = table.chunk(tp.size)[tp.coordinate].clone().requires_grad_()

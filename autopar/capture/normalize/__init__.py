@@ -10,7 +10,7 @@ from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
-from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses
+from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
 from autopar.capture.normalize.mathematics import written_out
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import broadcasts, casts, equal_casts, factories, group_norms, no_ops, reshapes, squeezes
@@ -37,6 +37,8 @@ REWRITES = (
     written_out,
     bags,
     dense_gradients,
+    token_log_probs,
+    drop_dead,
     cross_entropy,
     linears,
     mean_losses,

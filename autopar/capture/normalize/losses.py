@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import sympy
 
-from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite
+from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite, size_args
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
 from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.operations.losses import TOKEN_LOG_PROBS
 
 _MEAN, _SUM = 1, 2
+_LOG_SOFTMAX = ("aten.log_softmax", "aten._log_softmax")
+_VIEWS = ("aten.reshape", "aten.squeeze", "aten.unsqueeze")
 _REDUCTION_AT = {
     **dict.fromkeys(("aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"), 2),
     "aten.binary_cross_entropy": 3,
@@ -61,6 +64,58 @@ def _unflattened(logits: str, target: str, graph: Lookup) -> tuple[str, str]:
         if candidate and values[candidate].shape == values[wide].shape[:-1]:
             return wide, candidate
     return logits, target
+
+
+@node_rewrite
+def token_log_probs(node: Node, graph: Lookup) -> Rewritten | None:
+    """``log_softmax(x, -1).gather(-1, index)`` and ``x.gather(-1, index) - logsumexp(x, -1)``, of one index a row, become
+    ``token_log_probs(x, index)``, which may shard the classes."""
+    if node.op == "aten.gather":
+        logs = graph.producers.get(node.operands()[0])
+        if logs is None or not logs.op.startswith(_LOG_SOFTMAX) or not _one_of_last(node, graph) or not _last(logs, graph):
+            return None
+        if graph.uses[logs.name] > 1 or logs.outputs[0].dtype != graph.values[logs.operands()[0]].dtype:
+            return None
+        return replace(node, op=TOKEN_LOG_PROBS, args=(logs.args[0], node.args[2]), kwargs=())
+    if node.op != "aten.sub.Tensor" or len(node.operands()) < 2 or node.kwargs:
+        return None
+    one, two = (_without_reshapes(name, graph) for name in node.operands())
+    for selected, total, sign in ((one, two, 1), (two, one, -1)):
+        if selected is None or total is None or (selected.op, total.op) != ("aten.gather", "aten.logsumexp"):
+            continue
+        same = selected.operands()[0] == total.operands()[0]
+        if not same or not _one_of_last(selected, graph) or not _last(total, graph):
+            return None
+        result = node.outputs[0]
+        index = graph.values[selected.operands()[1]]
+        if graph.uses[selected.name] > 1 or graph.uses[total.name] > 1 or result.shape not in (index.shape, index.shape[:-1]):
+            return None
+        new = node_like(node, TOKEN_LOG_PROBS, (total.args[0], selected.args[2]), f"{node.name}_of_tokens", index.shape)
+        view = node_like(node, "aten.reshape", (Ref(new.name), size_args(result.shape)), f"{node.name}_each", result.shape)
+        last = view if sign > 0 else node_like(node, "aten.neg", (Ref(view.name),), f"{node.name}_loss", result.shape)
+        return (new, view, *((last,) if sign < 0 else ())), {result.name: last.name}
+    return None
+
+
+def _last(node: Node, graph: Lookup) -> bool:
+    """Whether an operation is along the last dimension of its operand."""
+    dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    rank = len(graph.values[node.operands()[0]].shape)
+    return [isinstance(dim, int) and dim % rank for dim in dims] == [rank - 1]
+
+
+def _one_of_last(gather: Node, graph: Lookup) -> bool:
+    """Whether it takes one element of each row."""
+    x, index = (graph.values[name] for name in gather.operands())
+    return _last(gather, graph) and index.shape == (*x.shape[:-1], 1)
+
+
+def _without_reshapes(name: str, graph: Lookup) -> Node | None:
+    """The operation that makes a value, before it is reshaped, where nothing else reads it."""
+    node = graph.producers.get(name)
+    while node is not None and node.op.startswith(_VIEWS) and graph.uses[node.operands()[0]] == 1:
+        node = graph.producers.get(node.operands()[0])
+    return node
 
 
 @node_rewrite

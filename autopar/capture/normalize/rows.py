@@ -30,6 +30,7 @@ ROWS_AT: Mapping[str, tuple[int, ...]] = {
     "aten.one_hot": (0,),
     "aten.embedding": (1,),
     "ap.moe_experts": (0, 1, 2),
+    "ap.token_log_probs": (0, 1),
 }
 """The operands that hold the rows, of operations for which all other dimensions belong to a row."""
 ALONG: Mapping[str, tuple[int, Arg]] = {

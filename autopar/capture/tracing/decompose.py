@@ -60,6 +60,7 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
 def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
+    _fuse_nll_losses(program)
     taken = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets(), **decompositions(program)}
     with overrides_of(device):
         program = program.run_decompositions(taken)
@@ -71,6 +72,25 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
             program = program.run_decompositions(taken)
     drop_checks(program)
     return program
+
+
+def _fuse_nll_losses(program: ExportedProgram) -> None:
+    """``nll_loss(log_softmax(x))`` becomes the cross entropy of x that it is."""
+    aten = torch.ops.aten
+    for node in list(program.graph.nodes):
+        logs = node.args[0] if node.target is aten.nll_loss_nd.default else None
+        if logs is None or logs.target is not aten.log_softmax.int or len(logs.users) > 1:
+            continue
+        x, dim, *dtype = logs.args
+        rank = x.meta["val"].dim()
+        if dtype[:1] not in ([], [None]) or logs.kwargs or dim % rank != min(1, rank - 1):
+            continue
+        with program.graph.inserting_before(node):
+            loss = program.graph.call_function(aten.cross_entropy_loss.default, (x, *node.args[1:]), node.kwargs)
+        loss.meta = dict(node.meta)
+        node.replace_all_uses_with(loss)
+        program.graph.erase_node(node)
+        program.graph.erase_node(logs)
 
 
 @contextmanager

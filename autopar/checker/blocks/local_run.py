@@ -131,6 +131,10 @@ def _losses(logits: Tensor, target: Tensor, *_: Any, **__: Any) -> Tensor:
     return F.log_softmax(_full_precision(logits), -1).select(-1, 0).sum()
 
 
+def _log_probs(logits: Tensor, index: Tensor, *_: Any, **__: Any) -> Tensor:
+    return F.log_softmax(_full_precision(logits), -1).narrow(-1, 0, 1).expand(index.shape).to(logits.dtype)
+
+
 class _Gradients(torch.autograd.Function):
     """A loss that saves the gradients of its operands, and of a chunk of tokens holds the logits and their gradient, wide and
     narrow."""
@@ -176,6 +180,7 @@ STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "embedding_sharded": _looked_up,
     "cross_entropy_sum": _losses,
     "cross_entropy_sharded": _losses,
+    **dict.fromkeys(("token_log_probs", "token_log_probs_sharded"), _log_probs),
     "linear_cross_entropy_sum": _linear_losses,
     "linear_cross_entropy_sharded": _linear_losses,
     "count_valid": lambda target, *_, **__: (target != 0).sum().float(),

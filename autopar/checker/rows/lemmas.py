@@ -23,6 +23,7 @@ from autopar.checker.rows.products import (
     group_norm,
     instance_norm,
     moe_experts,
+    token_log_probs,
 )
 from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Cut, Kind, equal_kind
 
@@ -212,6 +213,7 @@ LEMMAS = {
     for each in (
         Lemma("ap.embedding_sharded", "aten.embedding", _embedding_whole, _embedding, embedding),
         Lemma("ap.cross_entropy_sharded", "ap.cross_entropy_sum", _as_given, _cross_entropy, cross_entropy_sum),
+        Lemma("ap.token_log_probs_sharded", "ap.token_log_probs", _as_given, _cross_entropy, token_log_probs),
         Lemma("ap.attention_rows", "attention", _as_given, _rows, _banded),
         Lemma("ap.attention_ring", "attention", _as_given, _ring, _banded),
         Lemma("ap.attention_documents_ring", "ap.attention_documents", _as_given, _documents_ring, _whole_documents),

@@ -36,6 +36,7 @@ def spelled(text: str, linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Wh
 
 
 embedding, cross_entropy_sum = spelled("_ d, i* -> i* d", ((0,),)), spelled("t* _, t* ->")
+token_log_probs = spelled("t* _, t* _ -> t* _")
 
 
 def _leading(shape: Shape, tail: int, rank: int) -> list[str]:
@@ -289,6 +290,7 @@ ROWS: Rows = {
     "aten.embedding": embedding,
     "aten.one_hot": spelled("d* -> d* _"),
     "ap.cross_entropy_sum": cross_entropy_sum,
+    "ap.token_log_probs": token_log_probs,
     "ap.count_valid": spelled("t* ->"),
     "ap.ctc_losses": spelled("_ n _, n _, n, n -> n"),
     "ap.moe_experts": moe_experts,

@@ -20,6 +20,8 @@ from .functions import full_precision
 Place = tuple[str, int | Tensor, int]
 """The name of the group of an axis, this rank's coordinate on it, and its size."""
 _WHOLE: Place = ("", 0, 1)
+NOTHING = -1
+"""The index of no class: nothing is ignored."""
 
 
 def cross_entropy_sum(
@@ -38,7 +40,7 @@ def cross_entropy_sum(
 def _softmax(
     shifted: Tensor, target: Tensor, ignore: int, smoothing: float, place: Place
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum of the losses, and the softmax in the storage of `shifted`, logits less a number for each token; with the
+    """Return the loss of each token, and the softmax in the storage of `shifted`, logits less a number for each token; with the
     index of each target among this rank's classes, whether it is here, and whether it is one at all."""
     group, coordinate, size = place
     local = shifted.shape[-1]
@@ -54,7 +56,7 @@ def _softmax(
     if size > 1:
         sums = wait_tensor(all_reduce(sums, "sum", group))
     losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
-    return losses.masked_fill(~valid, 0.0).sum(), exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid
+    return losses.masked_fill(~valid, 0.0), exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -99,7 +101,24 @@ def cross_entropy_sharded(
     if axis.size == 1:
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
     place = (axis.group_name, place_in(axis.group_name, axis.coordinate, target), axis.size)
-    return apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)  # type: ignore[no-any-return]
+    losses: Tensor = apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)
+    return losses.sum()
+
+
+def token_log_probs(logits: Tensor, index: Tensor) -> Tensor:
+    """Return ``logits.log_softmax(-1).gather(-1, index)`` of ``logits[..., V]`` and ``index[..., 1]``, in the dtype of the
+    logits."""
+    wide = full_precision(logits)
+    return (wide.gather(-1, index) - wide.logsumexp(-1, keepdim=True)).to(logits.dtype)
+
+
+def token_log_probs_sharded(logits: Tensor, index: Tensor, axis: AxisHandle) -> Tensor:
+    """Return `token_log_probs` of ``logits[..., V / n]`` that are sharded by classes: Invariant, as `cross_entropy_sharded`."""
+    if axis.size == 1:
+        return token_log_probs(logits, index)
+    place = (axis.group_name, place_in(axis.group_name, axis.coordinate, index), axis.size)
+    losses: Tensor = apply(_ShardedCrossEntropy, *place, NOTHING, 0.0, full_precision(logits), index.squeeze(-1))
+    return losses.neg().unsqueeze(-1).to(logits.dtype)
 
 
 def _in_chunks(
@@ -123,7 +142,7 @@ def _in_chunks(
             highest = wait_tensor(all_reduce(highest, "max", group))
         result = _softmax(logits.sub_(highest.unsqueeze(-1)), targets[start : start + chunk], ignore, smoothing, place)
         loss, softmax, index, here, valid = result
-        parts.append(loss)
+        parts.append(loss.sum())
         if any(wanted):
             if smoothing:
                 softmax.sub_(smoothing / (softmax.shape[-1] * size))

@@ -213,6 +213,7 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.embedding", (t(16, 8), i(16, 4), 3), {}
     yield "ap.cross_entropy_sum", (t(4, 8, 16), i(16, 4, 8), -100, 0.0), {}
     yield "ap.cross_entropy_sum", (t(8, 16), i(16, 8), 3, 0.1), {}
+    yield "ap.token_log_probs", (t(4, 8, 16), i(16, 4, 8, 1)), {}
     yield "ap.count_valid", (i(4, 4, 8), 2), {}
     for dims, form in ((1, ""), (2, ".input"), (3, ".input")):
         image, kernel = (4, 8, *(6,) * dims), (12, 8, *(3,) * dims)

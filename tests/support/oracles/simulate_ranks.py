@@ -128,6 +128,7 @@ AP: dict[str, Callable[..., Any]] = {
     "ap.moe_experts": experts_by_loop.every_token_through_every_expert,
     "ap.expert_capacity": experts_by_loop.capacity,
     "ap.cross_entropy_sum": _cross_entropy_sum,
+    "ap.token_log_probs": lambda logits, index: logits.log_softmax(-1).gather(-1, index),
     "ap.rotary_embedding": _rotary_embedding,
     "ap.ctc_losses": lambda *given: torch.nn.functional.ctc_loss(*given[:5], reduction="none", zero_infinity=given[5]),
     "ap.constant": unpacked,
@@ -183,11 +184,11 @@ class _CrossEntropy(torch.autograd.Function):
         losses = log_normaliser - (1 - smooth) * at_target - smooth / size * whole.sum(-1)
         mine = torch.nn.functional.one_hot(target.clamp(0), size)[..., rank * local : (rank + 1) * local].to(logits.dtype)
         ctx.grad = ((logits - log_normaliser.unsqueeze(-1)).exp() - (1 - smooth) * mine - smooth / size) * valid.unsqueeze(-1)
-        return (losses * valid).sum()
+        return losses * valid
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.grad * grad, None, None, None, None, None
+        return ctx.grad * grad.unsqueeze(-1), None, None, None, None, None
 
 
 def _embedding_sharded(group: list[list[Any]]) -> list[Tensor]:
@@ -205,14 +206,21 @@ def _embedding_sharded(group: list[list[Any]]) -> list[Tensor]:
 def _cross_entropy_sharded(group: list[list[Any]]) -> list[Tensor]:
     everyone = [args[0].detach() for args in group]
     return [
-        _CrossEntropy.apply(args[0], args[1], everyone, rank, *(args[2:] or [-100]), *([0.0] if len(args) < 4 else []))
+        _CrossEntropy.apply(args[0], args[1], everyone, rank, *(args[2:] or [-100]), *([0.0] if len(args) < 4 else [])).sum()
         for rank, args in enumerate(group)
     ]
+
+
+def _token_log_probs_sharded(group: list[list[Any]]) -> list[Tensor]:
+    everyone = [logits.detach() for logits, _ in group]
+    losses = [_CrossEntropy.apply(logits, index[..., 0], everyone, rank, -1, 0.0) for rank, (logits, index) in enumerate(group)]
+    return [-each.unsqueeze(-1) for each in losses]
 
 
 GROUPED: dict[str, Callable[..., list[Tensor]]] = {
     "ap.embedding_sharded": _embedding_sharded,
     "ap.cross_entropy_sharded": _cross_entropy_sharded,
+    "ap.token_log_probs_sharded": _token_log_probs_sharded,
     "ap.attention_ring": dense_attention.ring,
     "ap.attention_documents_ring": dense_attention.documents_ring,
     "ap.attention_rows": dense_attention.rows,
@@ -224,6 +232,7 @@ GROUPED: dict[str, Callable[..., list[Tensor]]] = {
 LABELS = {
     "ap.embedding_sharded": "v",
     "ap.cross_entropy_sharded": "v",
+    "ap.token_log_probs_sharded": "v",
     "ap.attention_ring": "s t",
     "ap.attention_documents_ring": "s t",
     "ap.attention_rows": "s",
