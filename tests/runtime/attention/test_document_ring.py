@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.harness.rank_pool import RankPool
 from support.oracles import dense_attention
@@ -172,6 +172,7 @@ def tokens_of(runs: Sequence[Run]) -> list[tuple[Document, int]]:
 
 
 @settings(max_examples=150, deadline=None)
+@example([[1, 9]], 8, True, None, False)
 @given(
     st.lists(st.lists(st.integers(1, 24), min_size=1, max_size=9), min_size=1, max_size=2),
     st.sampled_from((2, 4, 8)), st.booleans(), st.none() | st.integers(0, 12), st.booleans(),

@@ -134,7 +134,7 @@ def balanced_loans(queries: PackedRuns, keys: PackedRuns, band: Band) -> tuple[L
     mean = sum(works) // len(works)
     for lender in sorted(range(len(works)), key=lambda rank: -works[rank]):
         runs = kept[lender]
-        while works[lender] > mean:
+        while runs and works[lender] > mean:  # a rank of few rows may have lent all of its own, and borrowed one of more pairs
             borrower = min(range(len(works)), key=lambda rank: works[rank])
             most = min(works[lender] - mean, mean - works[borrower])
             at = max(range(len(runs)), key=lambda at: pairs(runs[at].end(1)))
