@@ -34,8 +34,8 @@ OWN_OPERATIONS = frozenset(
     document_numbers dropout embedding_sharded expert_capacity histogram linear_cross_entropy_sharded
     linear_cross_entropy_sum linear_float8_dynamic linear_kn local_mean moe_experts
     moe_experts_dispatched moe_experts_owned moe_experts_start moe_experts_wait opaque random rotary_embedding start
-    token_log_probs token_log_probs_sharded wait while_loop adaptive_avg_pool_space avg_pool_halo convolution_halo group_norm_space instance_norm_space interpolate_halo
-    max_pool_halo mean_space transposed_convolution_halo""")
+    token_log_probs token_log_probs_sharded wait while_loop adaptive_avg_pool_space avg_pool_halo convolution_halo
+    group_norm_space instance_norm_space interpolate_halo max_pool_halo mean_space transposed_convolution_halo""")
 )
 MESH, DEVICE, TRAINING = "self.mesh", "self.mesh.device", "self.training"
 END = 2**63 - 1

@@ -24,7 +24,8 @@ from autopar.operations.notation.spelling import OperationCall, function, method
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import FIRST, elementwise_rule
 
-RESHAPE, SLICE, SPLIT, COMPLEX_VIEW = "aten.reshape", "aten.slice.Tensor", "aten.split.Tensor", "aten.view_as_complex"
+RESHAPE, SLICE, SPLIT = "aten.reshape", "aten.slice.Tensor", "aten.split.Tensor"
+COMPLEX_VIEW, REAL_VIEW = "aten.view_as_complex", "aten.view_as_real"
 RESHAPES = (RESHAPE, "aten.view", "aten._unsafe_view")
 SLICE_END = 2**62
 """The largest end of a slice: above it there is none."""

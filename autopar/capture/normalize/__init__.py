@@ -11,7 +11,7 @@ from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
-from autopar.capture.normalize.mathematics import written_out
+from autopar.capture.normalize.mathematics import real_products, written_out
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import broadcasts, casts, equal_casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
@@ -34,6 +34,9 @@ REWRITES = (
     mask_recovery,
     grouped_heads,
     drop_dead,
+    real_products,
+    reshapes,
+    no_ops,
     written_out,
     bags,
     dense_gradients,

@@ -124,13 +124,29 @@ def grouped_heads(node: Node, graph: Lookup) -> Rewritten | None:
     args, kwargs = (node.args, dict(node.kwargs)) if node.op == DOCUMENTS else full_arguments(node)
     assert isinstance(args[1], Ref) and isinstance(args[2], Ref)
     k, v = _unrepeated(args[1].name, graph), _unrepeated(args[2].name, graph)
-    if k is None or v is None or graph.values[k].shape[1] != graph.values[v].shape[1]:
+    moved: list[Node] = []
+    if k is None or v is None:
+        k, v = (_unrepeated_rows(arg.name, graph, moved) for arg in args[1:3])  # type: ignore[union-attr]
+    if k is None or v is None or k.shape[1] != v.shape[1]:
         return None
-    args = (args[0], Ref(k), Ref(v), *args[3:])
-    return replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items()))
+    args = (args[0], Ref(k.name), Ref(v.name), *args[3:])
+    return (*moved, replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items()))), {}
 
 
-def _unrepeated(name: str, graph: Lookup) -> str | None:
+def _unrepeated_rows(name: str, graph: Lookup, moved: list[Node]) -> Value | None:
+    """The value of which each head is repeated before heads and rows change places, which they do in one of the nodes `moved`."""
+    producer = graph.producers.get(name)
+    if producer is None or producer.op != "aten.transpose.int" or {int(dim) % 4 for dim in producer.args[1:]} != {1, 2}:  # type: ignore[arg-type]
+        return None
+    source = _unrepeated(producer.operands()[0], graph, heads=2)
+    if source is None:
+        return None
+    batch, rows, heads, width = source.shape
+    moved.append(node_like(producer, producer.op, (Ref(source.name), 1, 2), f"{name}_heads", (batch, heads, rows, width)))
+    return moved[-1].outputs[0]
+
+
+def _unrepeated(name: str, graph: Lookup, heads: int = 1) -> Value | None:
     """The value of which each head is repeated, ``x[:, :, None].expand(...).reshape(...)``."""
     shape, chain = graph.values[name].shape, []
     for op in ("aten.reshape", "aten.expand", "aten.unsqueeze"):
@@ -140,7 +156,9 @@ def _unrepeated(name: str, graph: Lookup) -> str | None:
         chain.append(graph.values[name].shape)
         name = producer.operands()[0]
     source = graph.values[name].shape
-    if len(source) != 4 or len(chain[1]) != 5 or chain[2] != (*source[:2], 1, *source[2:]):
+    before, after = source[: heads + 1], source[heads + 1 :]
+    if len(source) != 4 or len(chain[1]) != 5 or chain[2] != (*before, 1, *after):
         return None
-    expected = (source[0], source[1] * chain[1][2], *source[2:])  # type: ignore[operator]
-    return name if shape == expected and chain[1] == (*source[:2], chain[1][2], *source[2:]) else None
+    times = chain[1][heads + 1]
+    expected = (*before[:-1], before[-1] * times, *after)  # type: ignore[operator]
+    return graph.values[name] if shape == expected and chain[1] == (*before, times, *after) else None

@@ -24,7 +24,9 @@ _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "a
 
 @node_rewrite
 def casts(node: Node, graph: Lookup) -> Rewritten | None:
-    """``_to_copy(x, dtype=d)`` becomes ``to.dtype(x, d)``; without a dtype it is a copy."""
+    """``_to_copy(x, dtype=d)`` and ``type_as(x, y)`` become ``to.dtype(x, d)``; without a dtype it is a copy."""
+    if node.op == "aten.type_as":
+        return replace(node, op="aten.to.dtype", args=(node.args[0], DType(node.outputs[0].dtype)), kwargs=())
     if node.op != "aten._to_copy":
         return None
     dtype = dict(node.kwargs).get("dtype")

@@ -57,8 +57,8 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """CaptureError for complex parameters and buffers, which optimizers and checkpoints of shards would have to know."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    """CaptureError for complex parameters, which optimizers of shards would have to know."""
+    for name, tensor in model.named_parameters():
         if tensor.is_complex():
             raise CaptureError(
                 f"{name} is {tensor.dtype}: keep it as pairs of real numbers, and call torch.view_as_complex in forward"

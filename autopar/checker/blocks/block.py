@@ -177,7 +177,7 @@ class BlockProof:
 
     def _loss_in_chunks(self, applied: Applied, name: str) -> tuple[PlacedTensor, ...]:
         """The head, the model's casts of its logits, and their loss (that the function computes these: execution,
-        tests/runtime/test_losses_in_chunks.py, on ranks in tests/e2e/models)."""
+        tests/runtime/test_losses_in_chunks.py, on ranks in tests/e2e/losses)."""
         x, weight, bias, target, ignore, smoothing, *chunk = applied.args if len(applied.args) == 7 else (None,) * 7
         if not all(isinstance(each, PlacedTensor) for each in (x, weight, target)) or type(chunk[0]) is not int or chunk[0] < 1:
             raise NotProven(applied.line, f"{name} takes the operands of a head, targets, and how many tokens are a chunk")

@@ -42,6 +42,10 @@ def different_numbers(kind: str, found: Sequence[float], expected: Sequence[floa
             if not abs(mine - theirs) <= tolerance * abs(theirs)]  # fmt: skip
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def different_tensors(
     kind: str,
     found: Mapping[str, Tensor],
@@ -54,11 +58,11 @@ def different_tensors(
     `noise` times the largest value of all tensors and to `smallest`."""
     if found.keys() != expected.keys():
         return [f"{kind}s of {sorted(found.keys() ^ expected.keys())} on one side only"]
-    largest = {name: float(tensor.double().abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
+    largest = {name: float(_wide(tensor).abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
     floor = max(noise * max(largest.values(), default=0.0), smallest)
     out = []
     for name, tensor in expected.items():
-        error = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+        error = float((_wide(found[name]) - _wide(tensor)).abs().max()) if tensor.numel() else 0.0
         if not error <= tolerance * max(largest[name], floor):
             out.append(f"{kind} {name} off by {error / max(largest[name], floor):.2g}")
     return out

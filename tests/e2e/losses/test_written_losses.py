@@ -22,6 +22,7 @@ from autopar.ir.plan import Precision
 from autopar.program.build import program_text
 
 CLASSES, WIDTH = 16, 8
+F64 = Precision("float64", "float64")
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def test_trains_like_one_process(make: type[PolicyLoss], ranks: RankPool) -> Non
     programs = []
     for axes in ({"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}):
         for seed in count():
-            candidate = drawn_candidate(case.graph, mesh_of(**axes), seed, zero=3, wild=0.0, precision=Precision("float64", "float64"))
+            candidate = drawn_candidate(case.graph, mesh_of(**axes), seed, zero=3, wild=0.0, precision=F64)
             text = program_text(case.graph, candidate)
             if "C.token_log_probs_sharded(" in text:
                 break
