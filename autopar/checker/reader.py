@@ -32,7 +32,7 @@ OWN_OPERATIONS = frozenset(
     words_of("""attention attention_documents attention_documents_ring attention_dropout attention_heads attention_ring
     attention_rows cond constant convert convert_many count_valid ctc_losses cross_entropy_sharded cross_entropy_sum
     document_numbers dropout embedding_sharded expert_capacity histogram linear_cross_entropy_sharded
-    linear_cross_entropy_sum linear_float8_dynamic linear_kn local_mean moe_experts
+    linear_cross_entropy_sum linear_float8_dynamic linear_kn local_mean logsumexp_sharded moe_experts
     moe_experts_dispatched moe_experts_owned moe_experts_start moe_experts_wait opaque random rotary_embedding start
     token_log_probs token_log_probs_sharded wait while_loop adaptive_avg_pool_space avg_pool_halo convolution_halo
     group_norm_space instance_norm_space interpolate_halo max_pool_halo mean_space transposed_convolution_halo""")

@@ -13,6 +13,7 @@ from autopar.ir.plan_file.document import Parallelism
 _SHARDED_FUNCTIONS = {
     "embedding_sharded": ("v", "vocabulary-parallel embedding"),
     "cross_entropy_sharded": ("v", "vocabulary-parallel loss"),
+    "logsumexp_sharded": ("v", "vocabulary-parallel logsumexp"),
     "token_log_probs_sharded": ("v", "vocabulary-parallel log-probabilities"),
     "attention_ring": ("s", "ring attention"),
     "attention_documents_ring": ("s", "ring attention"),

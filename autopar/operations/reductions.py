@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
+from autopar.ir.placement import Invariant
 from autopar.operations.images.space import HALO, SPACE, mean_line, mean_words
 from autopar.operations.notation.line_text import dim_argument, dims_argument, except_dims, fixed, letter, line_text
-from autopar.operations.notation.rule import DerivedLine, NamedFunction, argument
+from autopar.operations.notation.rule import DerivedLine, NamedFunction, OperationCollective, argument
 from autopar.operations.notation.spelling import method, softmax
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import FIRST, elementwise_rule
@@ -36,6 +37,24 @@ def reduce_whole_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
         return elementwise_rule(node, shapes)
     position = 2 if node.op.startswith("aten.linalg_vector_norm") else 1
     return _reduced(node, shapes, dims_argument(node, position, "dim", len(shapes[0])), "!")
+
+
+def logsumexp_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
+    """``aten.logsumexp(x, dims)``: all but the reduced dimensions, of which a function shards the last one."""
+    if _reduces_last(node, shapes):
+        return DerivedLine(f"... v! -> ...{' 1' * (len(node.outputs[0].shape) == len(shapes[0]))}")
+    return reduce_whole_rule(node, shapes)
+
+
+def _reduces_last(node: Node, shapes: tuple[Shape, ...]) -> bool:
+    rank = len(shapes[0])
+    return list(dims_argument(node, 1, "dim", rank)) == [rank - 1]
+
+
+def logsumexp_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
+    """All-reduces of a maximum and of a sum for each row, in float32 at least."""
+    dtype = node.outputs[0].dtype
+    return (OperationCollective("all_reduce", shapes[0][:-1], "float32" if dtype in ("bfloat16", "float16") else dtype),) * 2
 
 
 def mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
@@ -69,7 +88,11 @@ OPERATIONS = (
     _MEAN,
     replace(_MEAN, name="aten.mean.dim", linear_in=FIRST),
     *several(
-        Operation("aten", reduce_whole_rule, spelling=method), "amax amin max min var std argmax argmin any all logsumexp"
+        Operation("aten", reduce_whole_rule, spelling=method), "amax amin max min var std argmax argmin any all"
+    ),
+    Operation(
+        "aten.logsumexp", logsumexp_rule, transcendental=True, spelling=method,
+        functions=(NamedFunction("v", "ap.logsumexp_sharded", Invariant(), logsumexp_collectives, applies=_reduces_last),),
     ),
     *several(Operation("aten", reduce_whole_rule), "prod linalg_vector_norm"),
     Operation("aten.norm", spelling=method),

@@ -32,6 +32,7 @@ from .ops.losses import (
     cross_entropy_sum,
     linear_cross_entropy_sharded,
     linear_cross_entropy_sum,
+    logsumexp_sharded,
     token_log_probs,
     token_log_probs_sharded,
 )

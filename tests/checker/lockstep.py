@@ -153,6 +153,14 @@ def _cross_entropy_sharded(logits: Any, target: Any, ignore: int, smoothing: flo
     return _in_groups(axis, run, (logits, target))
 
 
+def _logsumexp_sharded(x: Any, dims: Any, keepdim: bool = False, *, axis: LockstepAxis) -> OnRanks:
+    def run(group: list[Any]) -> list[Tensor]:
+        found = torch.cat([each[0] for each in group], -1).logsumexp(-1, keepdim)
+        return list(_Conversion.apply("P -> I", *([found / axis.size] * axis.size)))
+
+    return _in_groups(axis, run, (x,))
+
+
 def _token_log_probs_sharded(logits: Any, index: Any, axis: LockstepAxis) -> OnRanks:
     def run(group: list[Any]) -> list[Tensor]:
         found = losses.token_log_probs(torch.cat([each[0] for each in group], -1), group[0][1])
@@ -224,7 +232,7 @@ COLLECTIVES = SimpleNamespace(
     expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
     attention=_each(dense_attention.dense), moe_experts=_each(experts.moe_experts), histogram=_each(functions.histogram),
     rotary_embedding=_each(functions.rotary_embedding), token_log_probs=_each(losses.token_log_probs),
-    token_log_probs_sharded=_token_log_probs_sharded,
+    token_log_probs_sharded=_token_log_probs_sharded, logsumexp_sharded=_logsumexp_sharded,
 )  # fmt: skip
 FACTORIES = ("arange", "zeros", "ones", "full", "scalar_tensor", "empty", "eye", "linspace")
 

@@ -84,6 +84,28 @@ def test_log_probabilities_of_tokens(ranks: RankPool, backend: str) -> None:
     torch.testing.assert_close(torch.cat([each for _, each in answers], -1), logits.grad, rtol=1e-10, atol=1e-13)
 
 
+def logsumexp_on_rank(x: torch.Tensor, keep: bool, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tp = MeshHandle({"tp": 4}).tp
+    mine = x.chunk(tp.size, -1)[tp.coordinate].clone().requires_grad_()
+    run = torch.compile(C.logsumexp_sharded, backend=backend, fullgraph=True) if backend else C.logsumexp_sharded
+    found = run(mine, (2,), keep, axis=tp)
+    (found * torch.arange(found.numel(), dtype=found.dtype).view(found.shape)).sum().backward()
+    assert mine.grad is not None
+    return found.detach(), mine.grad
+
+
+@pytest.mark.parametrize(("keep", "backend"), [(False, ""), (True, "aot_eager")])
+def test_logsumexp(ranks: RankPool, keep: bool, backend: str) -> None:
+    x = (torch.randn(3, 5, V, dtype=torch.float64) * 300).requires_grad_()
+    expected = x.logsumexp(-1, keep)
+    (expected * torch.arange(15, dtype=torch.float64).view(expected.shape)).sum().backward()
+    assert x.grad is not None
+    answers = ranks.run(logsumexp_on_rank, x.detach(), keep, backend)
+    for got, _ in answers:
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([each for _, each in answers], -1), x.grad, rtol=1e-10, atol=1e-13)
+
+
 def lookup(axes: dict[str, int], ids: torch.Tensor, table: torch.Tensor, padding: int | None) -> Any:
     tp = MeshHandle(axes).tp
     mine = table.chunk(tp.size)[tp.coordinate].clone().requires_grad_()

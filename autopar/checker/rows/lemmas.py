@@ -84,6 +84,13 @@ def _cross_entropy(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Seq
     return INVARIANT
 
 
+def _logsumexp(call: WholeCall, kinds: Sequence[Kind], size: int, flows: Sequence[bool]) -> Kind:
+    if set(call.dims()) != {len(call.shapes[0]) - 1}:
+        raise Unfit("the sum is not over the last dimension")
+    _contiguous(call, 0, -1, kinds[0], size)
+    return INVARIANT
+
+
 def _cut_result(call: WholeCall, dim: int, size: int) -> Cut:
     shape = call.results[0]
     return Cut(dim % len(shape), shape[dim] // size)
@@ -214,6 +221,7 @@ LEMMAS = {
         Lemma("ap.embedding_sharded", "aten.embedding", _embedding_whole, _embedding, embedding),
         Lemma("ap.cross_entropy_sharded", "ap.cross_entropy_sum", _as_given, _cross_entropy, cross_entropy_sum),
         Lemma("ap.token_log_probs_sharded", "ap.token_log_probs", _as_given, _cross_entropy, token_log_probs),
+        Lemma("ap.logsumexp_sharded", "aten.logsumexp", _as_given, _logsumexp, reduction("")),
         Lemma("ap.attention_rows", "attention", _as_given, _rows, _banded),
         Lemma("ap.attention_ring", "attention", _as_given, _ring, _banded),
         Lemma("ap.attention_documents_ring", "ap.attention_documents", _as_given, _documents_ring, _whole_documents),

@@ -121,6 +121,32 @@ def token_log_probs_sharded(logits: Tensor, index: Tensor, axis: AxisHandle) -> 
     return losses.neg().unsqueeze(-1).to(logits.dtype)
 
 
+class _ShardedLogSumExp(torch.autograd.Function):
+    """Saves the local logits and the result."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, x: Tensor) -> Tensor:
+        highest = wait_tensor(all_reduce(x.detach().amax(-1, keepdim=True), "max", group))
+        highest = highest.masked_fill(highest.isinf(), 0.0)
+        result = wait_tensor(all_reduce((x - highest).exp().sum(-1, keepdim=True), "sum", group)).log() + highest
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        return None, grad * (x - result).exp()
+
+
+def logsumexp_sharded(x: Tensor, dims: Sequence[int], keepdim: bool = False, *, axis: AxisHandle) -> Tensor:
+    """Return ``x.logsumexp(-1, keepdim)`` of ``x[..., V / n]`` that is sharded along its last dimension (`dims`): Invariant, as
+    `cross_entropy_sharded`."""
+    if axis.size == 1:
+        return x.logsumexp(-1, keepdim)
+    result: Tensor = apply(_ShardedLogSumExp, axis.group_name, full_precision(x)).to(x.dtype)
+    return result if keepdim else result.squeeze(-1)
+
+
 def _in_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, place: Place, options: tuple[int, float, int],
     wanted: Sequence[bool],

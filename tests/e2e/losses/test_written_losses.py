@@ -30,7 +30,7 @@ def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class PolicyLoss(nn.Module):
-    """PPO's clipped ratio, and cross entropy with a z-loss."""
+    """PPO's clipped ratio."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,20 @@ class PreferenceLoss(PolicyLoss):
         return -F.logsigmoid(chosen + other.sum(-1)).mean()
 
 
-@pytest.mark.parametrize("make", [PolicyLoss, PreferenceLoss])
-def test_trains_like_one_process(make: type[PolicyLoss], ranks: RankPool) -> None:
+class SquaredNormalizer(PolicyLoss):
+    """Cross entropy, and PaLM's z-loss, the square of the logarithm of the softmax's denominator."""
+
+    def forward(self, tokens: Tensor, before: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.inner(self.words(tokens))))
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return loss + 0.1 * (logits.logsumexp(-1).square() * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [(PolicyLoss, "token_log_probs"), (PreferenceLoss, "token_log_probs"), (SquaredNormalizer, "logsumexp")],
+)
+def test_trains_like_one_process(make: type[PolicyLoss], function: str, ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = make().double()
     draw = partial(torch.rand, 8, 4, dtype=torch.float64)
@@ -65,7 +77,7 @@ def test_trains_like_one_process(make: type[PolicyLoss], ranks: RankPool) -> Non
         for seed in count():
             candidate = drawn_candidate(case.graph, mesh_of(**axes), seed, zero=3, wild=0.0, precision=F64)
             text = program_text(case.graph, candidate)
-            if "C.token_log_probs_sharded(" in text:
+            if f"C.{function}_sharded(" in text:
                 break
         certificate = certify(text, case.graph, candidate)
         assert certificate.holds, certificate.refused

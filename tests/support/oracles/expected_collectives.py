@@ -22,6 +22,7 @@ Key = tuple[str, str, str]
 _EXPERT_EXCHANGES = (("all_to_all", "forward", 4), ("all_to_all", "backward", 3))
 INSIDE_FUNCTIONS: dict[str, tuple[tuple[str, str, int], ...]] = {
     "ap.cross_entropy_sharded": (("all_reduce", "forward", 2),),
+    "ap.logsumexp_sharded": (("all_reduce", "forward", 2),),
     "ap.token_log_probs_sharded": (("all_reduce", "forward", 2),),
     "ap.moe_experts_dispatched": _EXPERT_EXCHANGES,
     "ap.moe_experts_start": _EXPERT_EXCHANGES,

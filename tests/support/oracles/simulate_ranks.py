@@ -217,10 +217,31 @@ def _token_log_probs_sharded(group: list[list[Any]]) -> list[Tensor]:
     return [-each.unsqueeze(-1) for each in losses]
 
 
+class _OwnGradient(torch.autograd.Function):
+    """The result of all shards, whose gradient, equal on all ranks, comes to this rank's alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, result: Tensor) -> Tensor:
+        ctx.save_for_backward(x, result)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        return grad * (x - result).exp(), None
+
+
+def _logsumexp_sharded(group: list[list[Any]]) -> list[Tensor]:
+    result = torch.cat([args[0].detach() for args in group], -1).logsumexp(-1, keepdim=True)
+    found = [_OwnGradient.apply(args[0], result) for args in group]
+    return [each if len(args) > 2 and args[2] else each.squeeze(-1) for each, args in zip(found, group, strict=True)]
+
+
 GROUPED: dict[str, Callable[..., list[Tensor]]] = {
     "ap.embedding_sharded": _embedding_sharded,
     "ap.cross_entropy_sharded": _cross_entropy_sharded,
     "ap.token_log_probs_sharded": _token_log_probs_sharded,
+    "ap.logsumexp_sharded": _logsumexp_sharded,
     "ap.attention_ring": dense_attention.ring,
     "ap.attention_documents_ring": dense_attention.documents_ring,
     "ap.attention_rows": dense_attention.rows,
@@ -233,6 +254,7 @@ LABELS = {
     "ap.embedding_sharded": "v",
     "ap.cross_entropy_sharded": "v",
     "ap.token_log_probs_sharded": "v",
+    "ap.logsumexp_sharded": "v",
     "ap.attention_ring": "s t",
     "ap.attention_documents_ring": "s t",
     "ap.attention_rows": "s",
