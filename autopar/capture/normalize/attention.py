@@ -123,35 +123,35 @@ def grouped_heads(node: Node, graph: Lookup) -> Rewritten | None:
         return None
     args, kwargs = (node.args, dict(node.kwargs)) if node.op == DOCUMENTS else full_arguments(node)
     assert isinstance(args[1], Ref) and isinstance(args[2], Ref)
-    k, v = _unrepeated(args[1].name, graph), _unrepeated(args[2].name, graph)
+    k, v = (_unrepeated(arg.name, graph, node.no_grad) for arg in args[1:3])  # type: ignore[union-attr]
     moved: list[Node] = []
     if k is None or v is None:
-        k, v = (_unrepeated_rows(arg.name, graph, moved) for arg in args[1:3])  # type: ignore[union-attr]
+        k, v = (_unrepeated_rows(arg.name, graph, node.no_grad, moved) for arg in args[1:3])  # type: ignore[union-attr]
     if k is None or v is None or k.shape[1] != v.shape[1]:
         return None
     args = (args[0], Ref(k.name), Ref(v.name), *args[3:])
     return (*moved, replace(node, args=args, kwargs=tuple((kwargs | {"enable_gqa": True}).items()))), {}
 
 
-def _unrepeated_rows(name: str, graph: Lookup, moved: list[Node]) -> Value | None:
+def _unrepeated_rows(name: str, graph: Lookup, no_grad: bool, moved: list[Node]) -> Value | None:
     """The value of which each head is repeated before heads and rows change places, which they do in one of the nodes `moved`."""
     producer = graph.producers.get(name)
     if producer is None or producer.op != "aten.transpose.int" or {int(dim) % 4 for dim in producer.args[1:]} != {1, 2}:  # type: ignore[arg-type]
         return None
-    source = _unrepeated(producer.operands()[0], graph, heads=2)
-    if source is None:
+    source = _unrepeated(producer.operands()[0], graph, no_grad, heads=2)
+    if source is None or producer.no_grad != no_grad:
         return None
     batch, rows, heads, width = source.shape
     moved.append(node_like(producer, producer.op, (Ref(source.name), 1, 2), f"{name}_heads", (batch, heads, rows, width)))
     return moved[-1].outputs[0]
 
 
-def _unrepeated(name: str, graph: Lookup, heads: int = 1) -> Value | None:
+def _unrepeated(name: str, graph: Lookup, no_grad: bool, heads: int = 1) -> Value | None:
     """The value of which each head is repeated, ``x[:, :, None].expand(...).reshape(...)``."""
     shape, chain = graph.values[name].shape, []
     for op in ("aten.reshape", "aten.expand", "aten.unsqueeze"):
         producer = graph.producers.get(name)
-        if producer is None or producer.op != op:
+        if producer is None or producer.op != op or producer.no_grad != no_grad:
             return None
         chain.append(graph.values[name].shape)
         name = producer.operands()[0]

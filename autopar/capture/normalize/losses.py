@@ -74,21 +74,24 @@ def token_log_probs(node: Node, graph: Lookup) -> Rewritten | None:
         logs = graph.producers.get(node.operands()[0])
         if logs is None or not logs.op.startswith(_LOG_SOFTMAX) or not _one_of_last(node, graph) or not _last(logs, graph):
             return None
-        if graph.uses[logs.name] > 1 or logs.outputs[0].dtype != graph.values[logs.operands()[0]].dtype:
+        same = logs.no_grad == node.no_grad and logs.outputs[0].dtype == graph.values[logs.operands()[0]].dtype
+        if not same or graph.uses[logs.name] > 1:
             return None
         return replace(node, op=TOKEN_LOG_PROBS, args=(logs.args[0], node.args[2]), kwargs=())
     if node.op != "aten.sub.Tensor" or len(node.operands()) < 2 or node.kwargs:
         return None
-    one, two = (_without_reshapes(name, graph) for name in node.operands())
+    one, two = (_without_reshapes(name, graph, node.no_grad) for name in node.operands())
     for selected, total, sign in ((one, two, 1), (two, one, -1)):
         if selected is None or total is None or (selected.op, total.op) != ("aten.gather", "aten.logsumexp"):
             continue
         same = selected.operands()[0] == total.operands()[0]
         if not same or not _one_of_last(selected, graph) or not _last(total, graph):
             return None
-        result = node.outputs[0]
+        result, x = node.outputs[0], graph.values[total.operands()[0]]
         index = graph.values[selected.operands()[1]]
-        if graph.uses[selected.name] > 1 or graph.uses[total.name] > 1 or result.shape not in (index.shape, index.shape[:-1]):
+        if graph.uses[selected.name] > 1 or graph.uses[total.name] > 1 or result.dtype != x.dtype:
+            return None
+        if result.shape not in (index.shape, index.shape[:-1]):
             return None
         new = node_like(node, TOKEN_LOG_PROBS, (total.args[0], selected.args[2]), f"{node.name}_of_tokens", index.shape)
         view = node_like(node, "aten.reshape", (Ref(new.name), size_args(result.shape)), f"{node.name}_each", result.shape)
@@ -100,7 +103,7 @@ def token_log_probs(node: Node, graph: Lookup) -> Rewritten | None:
 def _last(node: Node, graph: Lookup) -> bool:
     """Whether an operation is along the last dimension of its operand."""
     dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    rank = len(graph.values[node.operands()[0]].shape)
+    rank = max(1, len(graph.values[node.operands()[0]].shape))
     return [isinstance(dim, int) and dim % rank for dim in dims] == [rank - 1]
 
 
@@ -110,12 +113,12 @@ def _one_of_last(gather: Node, graph: Lookup) -> bool:
     return _last(gather, graph) and index.shape == (*x.shape[:-1], 1)
 
 
-def _without_reshapes(name: str, graph: Lookup) -> Node | None:
-    """The operation that makes a value, before it is reshaped, where nothing else reads it."""
+def _without_reshapes(name: str, graph: Lookup, no_grad: bool) -> Node | None:
+    """The operation that makes a value, before it is reshaped, where nothing else reads it; None where gradients end between."""
     node = graph.producers.get(name)
-    while node is not None and node.op.startswith(_VIEWS) and graph.uses[node.operands()[0]] == 1:
+    while node is not None and node.no_grad == no_grad and node.op.startswith(_VIEWS) and graph.uses[node.operands()[0]] == 1:
         node = graph.producers.get(node.operands()[0])
-    return node
+    return node if node is not None and node.no_grad == no_grad else None
 
 
 @node_rewrite

@@ -86,7 +86,35 @@ def z_loss(x: Tensor, labels: Tensor) -> Tensor:
     return (total - selected(x, labels).squeeze(-1)).mean() + total.square().mean()
 
 
+def without_gradients(x: Tensor, labels: Tensor) -> Tensor:
+    """The log-probabilities of an old policy."""
+    with torch.no_grad():
+        logs = x.log_softmax(-1)
+    return selected(logs, labels).mean() + x.square().mean()
+
+
+def normalizer_without_gradients(x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        total = x.logsumexp(-1)
+    return (selected(x, labels).squeeze(-1) - total).mean()
+
+
+def selection_without_gradients(x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        chosen = selected(x, labels).squeeze(-1)
+    return (chosen - x.logsumexp(-1)).mean()
+
+
+def integers(x: Tensor, labels: Tensor) -> Tensor:
+    whole = (3 * x).long()
+    return (selected(whole, labels).squeeze(-1) - whole.logsumexp(-1)).mean() + x.sum()
+
+
 ALIKE: dict[str, Loss] = {
+    "no gradients": without_gradients,
+    "no gradients of the normalizer": normalizer_without_gradients,
+    "no gradients of the selection": selection_without_gradients,
+    "integers": integers,
     "read twice": entropy,
     "sum read twice": z_loss,
     "other dimension": lambda x, labels: x.log_softmax(1).gather(-1, labels.unsqueeze(-1)).mean(),

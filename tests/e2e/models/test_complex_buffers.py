@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture.mathematics.test_complex_pairs import Products
+from capture.mathematics.test_complex_pairs import KINDS, Products
 from support.harness.comparison import training_differences
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_calls
@@ -38,11 +38,11 @@ def test_equals_one_process(ranks: RankPool) -> None:
     check(ComplexRotary(torch.complex128).double(), calls(), FORCED, ranks)
 
 
-@pytest.mark.parametrize("kind", ["of two", "of itself", "other readers"])
-def test_other_products(kind: str, ranks: RankPool) -> None:
+def test_other_products(ranks: RankPool) -> None:
     torch.manual_seed(0)
     batches = [((torch.rand(8, 3, 8, dtype=torch.float64) + 0.1,), {}) for _ in range(2)]
-    check(Products(kind).double(), batches, FORCED[:1], ranks)
+    for kind in ("of two", "a conjugate", "no gradients", "gradients of one", *KINDS):
+        check(Products(kind).double(), batches, FORCED[:1], ranks)
 
 
 def saved_and_loaded(folder: str) -> list[float]:
