@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
@@ -12,6 +10,7 @@ from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction,
 from autopar.operations.notation.spelling import function
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import elementwise_rule
+from autopar.operations.reductions import sum_dtype
 
 
 def pointwise_loss_rule(position: int) -> Derive:
@@ -31,16 +30,8 @@ def pointwise_loss_rule(position: int) -> Derive:
 
 def cross_entropy_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
     """All-reduces of one maximum and of three sums per token, in the dtype of the loss (float32 for half precision)."""
-    tokens = shapes[0][:-1]
-    dtype = node.outputs[0].dtype
+    tokens, dtype = shapes[0][:-1], sum_dtype(node)
     return OperationCollective("all_reduce", tokens, dtype), OperationCollective("all_reduce", (3, *tokens), dtype)
-
-
-def log_probs_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
-    """Those of cross entropy, which computes them."""
-    dtype = node.outputs[0].dtype
-    wide = replace(node, outputs=(replace(node.outputs[0], dtype="float32" if dtype in ("bfloat16", "float16") else dtype),))
-    return cross_entropy_collectives(wide, shapes)
 
 
 CROSS_ENTROPY, PUBLISHED_IN_PLACE = "ap.cross_entropy_sum", "ap.cross_entropy_in_place"
@@ -76,7 +67,7 @@ OPERATIONS = (
     Operation("ap.cross_entropy_sharded", loss=True, spelling=function("C")),
     Operation(
         TOKEN_LOG_PROBS, "... v!, ... 1 -> ... 1", transcendental=True, spelling=function("C"),
-        functions=(NamedFunction("v", "ap.token_log_probs_sharded", Invariant(), log_probs_collectives, at=(0, -1)),),
+        functions=(NamedFunction("v", "ap.token_log_probs_sharded", Invariant(), cross_entropy_collectives, at=(0, -1)),),
     ),
     Operation("ap.count_valid", "...+ -> ()", spelling=function("C")),
     Operation("ap.ctc_losses", "t! b c!, b u!, b, b -> b", spelling=function("C")),

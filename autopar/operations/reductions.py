@@ -52,9 +52,14 @@ def _reduces_last(node: Node, shapes: tuple[Shape, ...]) -> bool:
 
 
 def logsumexp_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCollective, ...]:
-    """All-reduces of a maximum and of a sum for each row, in float32 at least."""
+    """All-reduces of a maximum and of a sum for each row."""
+    return (OperationCollective("all_reduce", shapes[0][:-1], sum_dtype(node)),) * 2
+
+
+def sum_dtype(node: Node) -> str:
+    """Return the dtype in which ranks add up parts of a result: its own, float32 for half precision."""
     dtype = node.outputs[0].dtype
-    return (OperationCollective("all_reduce", shapes[0][:-1], "float32" if dtype in ("bfloat16", "float16") else dtype),) * 2
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
 def mean_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

@@ -106,6 +106,17 @@ def test_logsumexp(ranks: RankPool, keep: bool, backend: str) -> None:
     torch.testing.assert_close(torch.cat([each for _, each in answers], -1), x.grad, rtol=1e-10, atol=1e-13)
 
 
+def logsumexp_of_integers(x: torch.Tensor) -> torch.Tensor:
+    tp = MeshHandle({"tp": 2}).tp
+    return C.logsumexp_sharded(x.chunk(tp.size, -1)[tp.coordinate], (1,), axis=tp)
+
+
+def test_logsumexp_of_integers(ranks: RankPool) -> None:
+    x = torch.randint(5, (3, V))
+    for found in ranks.run(logsumexp_of_integers, x, world=2):
+        torch.testing.assert_close(found, x.logsumexp(-1))
+
+
 def lookup(axes: dict[str, int], ids: torch.Tensor, table: torch.Tensor, padding: int | None) -> Any:
     tp = MeshHandle(axes).tp
     mine = table.chunk(tp.size)[tp.coordinate].clone().requires_grad_()

@@ -181,7 +181,7 @@ STAND_INS: Mapping[str, Callable[..., Tensor]] = {
     "cross_entropy_sum": _losses,
     "cross_entropy_sharded": _losses,
     **dict.fromkeys(("token_log_probs", "token_log_probs_sharded"), _log_probs),
-    "logsumexp_sharded": lambda x, dims, keepdim=False, **_: _full_precision(x).logsumexp(-1, keepdim).to(x.dtype),
+    "logsumexp_sharded": lambda x, _, keepdim=False, **__: x.logsumexp(-1, keepdim),
     "linear_cross_entropy_sum": _linear_losses,
     "linear_cross_entropy_sharded": _linear_losses,
     "count_valid": lambda target, *_, **__: (target != 0).sum().float(),

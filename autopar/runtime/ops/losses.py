@@ -20,8 +20,8 @@ from .functions import full_precision
 Place = tuple[str, int | Tensor, int]
 """The name of the group of an axis, this rank's coordinate on it, and its size."""
 _WHOLE: Place = ("", 0, 1)
-NOTHING = -1
-"""The index of no class: nothing is ignored."""
+_NO_CLASS = -1
+"""An index that no class has: nothing is ignored."""
 
 
 def cross_entropy_sum(
@@ -117,7 +117,7 @@ def token_log_probs_sharded(logits: Tensor, index: Tensor, axis: AxisHandle) -> 
     if axis.size == 1:
         return token_log_probs(logits, index)
     place = (axis.group_name, place_in(axis.group_name, axis.coordinate, index), axis.size)
-    losses: Tensor = apply(_ShardedCrossEntropy, *place, NOTHING, 0.0, full_precision(logits), index.squeeze(-1))
+    losses: Tensor = apply(_ShardedCrossEntropy, *place, _NO_CLASS, 0.0, full_precision(logits), index.squeeze(-1))
     return losses.neg().unsqueeze(-1).to(logits.dtype)
 
 
@@ -138,12 +138,13 @@ class _ShardedLogSumExp(torch.autograd.Function):
         return None, grad * (x - result).exp()
 
 
-def logsumexp_sharded(x: Tensor, dims: Sequence[int], keepdim: bool = False, *, axis: AxisHandle) -> Tensor:
-    """Return ``x.logsumexp(-1, keepdim)`` of ``x[..., V / n]`` that is sharded along its last dimension (`dims`): Invariant, as
+def logsumexp_sharded(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, axis: AxisHandle) -> Tensor:
+    """Return ``x.logsumexp(-1, keepdim)`` of ``x[..., V / n]`` that is sharded along its last dimension (`dim`): Invariant, as
     `cross_entropy_sharded`."""
     if axis.size == 1:
         return x.logsumexp(-1, keepdim)
-    result: Tensor = apply(_ShardedLogSumExp, axis.group_name, full_precision(x)).to(x.dtype)
+    result: Tensor = apply(_ShardedLogSumExp, axis.group_name, full_precision(x))
+    result = result.to(x.dtype) if x.is_floating_point() else result
     return result if keepdim else result.squeeze(-1)
 
 

@@ -29,6 +29,33 @@ def test_a_layer_of_llama(dtype: str | None) -> None:
     assert len(ops) == (24 if dtype else 20)
 
 
+class Repeats(nn.Module):
+    """Attention whose keys are repeated, with `fixed` outside of the gradient, before heads and rows change places or after."""
+
+    def __init__(self, fixed: bool, before: bool) -> None:
+        super().__init__()
+        self.fixed, self.before, self.q, self.k = fixed, before, nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.k(x[:, :, :2])
+        k = k if self.before else k.transpose(1, 2)
+        heads = 2 if self.before else 1
+        apart = k.unsqueeze(heads + 1)
+        with torch.set_grad_enabled(not self.fixed):
+            wide = apart.expand([2 if at == heads + 1 else -1 for at in range(5)])
+        k = wide.flatten(heads, heads + 1)
+        k = k.transpose(1, 2) if self.before else k
+        return nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, k).square().sum()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_repeated_heads_outside_of_the_gradient_stay(fixed: bool, before: bool) -> None:
+    graph = capture(Repeats(fixed, before), (torch.rand(6, 3, 4, SIZE),))
+    (attention,) = (node for block in graph.blocks for node in block.nodes if "attention" in node.op)
+    assert dict(attention.kwargs).get("enable_gqa", False) is not fixed
+
+
 class Products(nn.Module):
     """A complex product that is more, or something else, than a rotation."""
 
