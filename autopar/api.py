@@ -105,6 +105,7 @@ def parallelize(
     beside: Beside = (),
     batch_dim: int | Mapping[str, int] | None = None,
     proof: bool = False,
+    cuda_graph: bool = False,
     mode: str = "training",
     new_tokens: int = 0,
 ) -> Parallel:
@@ -135,8 +136,10 @@ def parallelize(
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With
     `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs). With `proof` the program is
     proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
-    not proven. `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for
-    `new_tokens` decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
+    not proven. With `cuda_graph` a training step of the example's sizes is one CUDA graph from the third on, which holds the
+    memory of the step for good; what no graph replays (random numbers, values that the host reads, pipelines) is an error.
+    `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for `new_tokens`
+    decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 
     A model that returns no loss returns what it returns, as full tensors that take gradients: ``criterion(parallel(x), y)`` is
     the loss of one process. Plans of such calls have no pipeline and no micro-batches; `loss_fn` (from the model's result and a
@@ -163,6 +166,7 @@ def parallelize(
     run = RuntimeOptions(
         plan=plan, compile=compile, state=state, cache=cache, patience_seconds=patience_seconds, join_seconds=join_seconds,
         check_batch_every=check_batch_every, check_every=check_every, proof=proof,
+        cuda_graph=cuda_graph,
     )  # fmt: skip
     if example_inputs is not None:
         split_inputs(example_inputs)
@@ -224,7 +228,7 @@ def _build(
             plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
             plan=agreed, predicted_step=partial(predicted_step, agreed, bool(compiler)),
-            expert_prices=ExpertPrices(agreed, bool(compiler)),
+            expert_prices=ExpertPrices(agreed, bool(compiler)), cuda_graph=run.cuda_graph,
         )  # fmt: skip
         if parallel.variants is not None:
             fixed = 0 if agreed.graph.batch_is_symbolic else agreed.graph.batch

@@ -135,6 +135,7 @@ class RuntimeOptions:
     patience_seconds, join_seconds: until ranks that do not answer, or never join, are errors, in seconds.
     check_batch_every, check_every: calls and steps between two checks that cost time (0: never).
     proof: the program must be proven equal to the model before it runs (`checker`).
+    cuda_graph: training steps are captured and replayed as one CUDA graph.
     """
 
     plan: Plan | str | Path | None = None
@@ -146,6 +147,7 @@ class RuntimeOptions:
     check_batch_every: int = 100
     check_every: int = 0
     proof: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         _check(self, _RUNTIME_CHECKS)

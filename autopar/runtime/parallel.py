@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
@@ -17,6 +17,7 @@ from .checkpoint.entry import Checkpoints
 from .checkpoint.held import Optimizers, as_optimizers
 from .comm.agreement import program_digest
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
+from .compat.cuda_graphs import CaptureStream
 from .compat.hooks import around_optimizer_steps
 from .data.length_sampler import LengthBatchSampler
 from .data.packed_sampler import PackedBatchSampler
@@ -44,6 +45,7 @@ from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
+from .step.step_graph import step_graph
 from .tensors.random_draws import draw_for_stage
 from .variants import MakeVariant, Variant, Variants
 
@@ -78,6 +80,7 @@ class Parallel(ShardedModule):
         plan: Any = None,
         predicted_step: Predict | None = None,
         expert_prices: Any = None,
+        cuda_graph: bool = False,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
@@ -85,7 +88,7 @@ class Parallel(ShardedModule):
         in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
         other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step` and
-        `expert_prices`.
+        `expert_prices`. `cuda_graph`: training steps of its batch's sizes are captured and replayed (`StepGraph`).
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -100,7 +103,8 @@ class Parallel(ShardedModule):
             heartbeat.stop_with(self)
         memory = MemoryGuard(mesh.device)
         watch = WatchedWork(heartbeat, memory)
-        with watch("loading weights"):
+        stream = CaptureStream(mesh.device) if cuda_graph else None
+        with watch("loading weights"), stream.current() if stream is not None else nullcontext():
             state = memory.state = materialize(program, source)
         around_optimizer_steps(state, before=refuse_full_states)
         offload_as_planned(self, state.parameters.values(), mesh.device, mesh.host_memory, program.offload_optimizer)
@@ -108,7 +112,8 @@ class Parallel(ShardedModule):
             state.stage.heartbeat = heartbeat
             draw_for_stage(state.stage)
         step = _pipeline_step(program, state, memory)
-        first = Variant(program, form, state, step)
+        graph = None if stream is None else step_graph(program, state, stream)
+        first = Variant(program, form, state, step, graph=graph)
         nodes = [] if plain is None else mirror_modules(self, plain)
         register_state(self, state, plain)
         if plain is not None:
@@ -301,7 +306,7 @@ def _copied(parallel: Parallel) -> Parallel:
         kind(parallel.program.mesh), source, compile=parallel.compiler, form=parallel.calls.first.form, plain=plain,
         patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
         check_batch_every=parallel.calls.check_batch_every, check_every=parallel.calls.checks.every, plan=parallel.plan,
-        expert_prices=parallel.expert_prices,
+        expert_prices=parallel.expert_prices, cuda_graph=parallel.calls.first.graph is not None,
         make_variant=None if parallel.variants is None else parallel.variants.make,
     )  # fmt: skip
     if parallel.variants is not None and out.variants is not None:

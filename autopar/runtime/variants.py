@@ -16,7 +16,7 @@ from torch import nn
 
 from .call_keys import CallKey, KeyedCall, call_leaves, hash_of
 from .comm.agreement import Stated, equal_on_ranks, require_agreement
-from .compat.autograd import apply
+from .compat.autograd import apply, in_backward
 from .device.autocast import autocast_of
 from .device.groups import control_group, several_ranks
 from .device.mesh import MeshHandle
@@ -32,6 +32,7 @@ from .step.compiled_blocks import compile_blocks
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.outputs import EVERYTHING, leaves_out
+from .step.step_graph import StepGraph
 
 MOST_VARIANTS = 64
 """Programs that are kept; the least recently used one goes first."""
@@ -69,8 +70,9 @@ class Variant:
         *,
         whole_batch: bool = False,
         fixed_batch: int = 0,
+        graph: StepGraph | None = None,
     ) -> None:
-        self.program, self.form, self.state, self.step = program, form, state, step
+        self.program, self.form, self.state, self.step, self.graph = program, form, state, step, graph
         self.whole_batch, self.fixed_batch = whole_batch, fixed_batch
         self.training = program.training
 
@@ -93,6 +95,8 @@ class Variant:
             inputs = {name: scale_gradient(x, self.copies) for name, x in inputs.items()}
         if self.step is not None:
             loss, others = self.step.run(inputs)
+        elif self.graph is not None and training and torch.is_grad_enabled() and not in_backward():
+            loss, others = self.graph.run(inputs)
         elif self.program.micro_batches > 1:
             loss, others = run_micro_batches(self.program, self.state, inputs)
         else:

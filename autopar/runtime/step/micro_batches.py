@@ -3,8 +3,8 @@ node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,23 +24,39 @@ StepResult = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """A loss, and outputs outputs_of_part it."""
 
 
+class ComputedStep(NamedTuple):
+    """A loss without a graph, the gradients of the parameters that it reached, and the outputs."""
+
+    loss: torch.Tensor
+    gradients: dict[nn.Parameter, torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+
+
 def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResult:
     """The loss of this rank's batch, computed in ``program.micro_batches`` parts, and the outputs. Gradients are computed now,
     and the loss's backward hands them out; without gradients only forwards run."""
+    if torch.is_grad_enabled():
+        state.loss_scale.begin(program.loss_dtype)
+        loss, gradients, outputs = compute_step(program, state, inputs)
+        return deliver_gradients(state, loss, gradients, list(gradients.values())), outputs
+    parts = split_micro_batches(program, inputs)
+    totals = batch_totals(program, parts)
+    losses: list[torch.Tensor] = []
+    others: list[Sequence[torch.Tensor]] = []
+    for part in parts:
+        each, outputs_of_part = split_result(program(**part, **totals))
+        losses.append(each)
+        others.append(outputs_of_part)
+    return sum_losses(losses), join_micro_batches(program, others)
+
+
+def compute_step(program: Program, state: State, inputs: Batch) -> ComputedStep:
+    """Return what the forwards and backwards of this rank's batch compute."""
     parts = split_micro_batches(program, inputs)
     totals = batch_totals(program, parts)
     others: list[Sequence[torch.Tensor]] = []
-    if torch.is_grad_enabled():
-        state.loss_scale.begin(program.loss_dtype)
-        loss = run_with_deferred_gradients(state, lambda: _train(program, state, parts, totals, others))
-    else:
-        losses = []
-        for part in parts:
-            each, outputs_of_part = split_result(program(**part, **totals))
-            losses.append(each)
-            others.append(outputs_of_part)
-        loss = sum_losses(losses)
-    return loss, join_micro_batches(program, others)
+    loss, gradients = compute_gradients(state, lambda: _train(program, state, parts, totals, others))
+    return ComputedStep(loss, gradients, join_micro_batches(program, others))
 
 
 def split_result(result: torch.Tensor | tuple[torch.Tensor, ...]) -> StepResult:
@@ -74,8 +90,15 @@ def _train(
 
 
 def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The loss that `train` returns. `train` leaves gradients with the parameters; they are taken from there, and the backward of
-    the loss hands them out. A loss that reached no parameter has no graph."""
+    """The loss that `train` returns, whose backward hands out the gradients that `train` leaves with the parameters."""
+    loss, gradients = compute_gradients(state, train)
+    return deliver_gradients(state, loss, gradients, list(gradients.values()))
+
+
+def compute_gradients(
+    state: State, train: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor]]:
+    """Return the loss that `train` returns, and the gradients that it leaves with the parameters, which keep those of before."""
     parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
     saved = [(parameter, parameter.grad) for parameter in parameters]
     for parameter in parameters:
@@ -86,10 +109,17 @@ def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor])
     finally:
         for parameter, gradient in saved:
             parameter.grad = gradient
-    reached = {parameter: gradient for parameter, gradient in computed if gradient is not None}
-    if not reached:
+    return loss, {parameter: gradient for parameter, gradient in computed if gradient is not None}
+
+
+def deliver_gradients(
+    state: State, loss: torch.Tensor, reached: Iterable[nn.Parameter], gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return the loss, whose backward hands out the `gradients` of the parameters that it `reached`, and empties the list. One
+    that reached none has no graph."""
+    if not gradients:
         return loss
-    result: torch.Tensor = apply(_Deliver, loss, list(reached.values()), state.loss_scale, *reached)
+    result: torch.Tensor = apply(_Deliver, loss, gradients, state.loss_scale, *reached)
     return result
 
 
@@ -152,12 +182,13 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.gradients is None:
+        if not ctx.gradients:
             raise RuntimeProblem(
                 "a second backward through the loss of a step in micro-batches, whose gradients were already handed out: "
                 "call the model again"
             )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = list(ctx.gradients)
+        ctx.gradients.clear()
         factor = ctx.scale.factor(grad, ctx.used)
         return None, None, None, *(_scaled(gradient, factor) for gradient in gradients)
 

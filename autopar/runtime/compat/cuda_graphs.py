@@ -1,0 +1,116 @@
+"""CUDA graphs: the capture of what a function launches, and a check of what it launches for what no graph replays.
+
+A capture runs on a stream of its own, where one step has run before: autograd, FSDP2 and the libraries of kernels make what they
+need in their first step, and autograd's nodes stay on the stream on which they were made. Other threads (NCCL's watchdog) may use
+the device meanwhile (``thread_local``)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import RuntimeProblem
+
+_READS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__")
+"""Methods of tensors that wait for the device, by name."""
+_SEEDED = ("next_seed", "keep_mask", "random_numbers")
+"""Our operators that take a seed which Python draws in each step."""
+
+Replay = Callable[[], None]
+
+
+class CaptureStream:
+    """The stream on which steps run that are captured, or run before a capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise RuntimeProblem(f"cuda_graph=True needs CUDA devices, and this process computes on {device.type}: leave it out")
+        self.stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A context whose launches come after those before it, and before those behind it."""
+        outside = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(outside)
+        with torch.cuda.stream(self.stream):
+            yield
+        outside.wait_stream(self.stream)
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Return a function that launches again what `run` launches, which does not compute anything now."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+@contextmanager
+def capture_check(device: torch.device, where: Callable[[Any], str]) -> Iterator[None]:
+    """A context that refuses what a graph would replay with the values of its capture, or cannot capture: reads by the host,
+    sizes that depend on data, and random numbers. `where` names the place of a frame (empty: it is none)."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code shows none of its operations
+        stack.enter_context(_HostReads(device, where))
+        stack.enter_context(_Launches(device, where))
+        yield
+
+
+def _refusal(what: str, where: Callable[[Any], str]) -> RuntimeProblem:
+    frame, place = sys._getframe(1), ""
+    while frame is not None and not place:
+        place, frame = where(frame), frame.f_back  # type: ignore[assignment]
+    return RuntimeProblem(f"cuda_graph=True: {place or 'the backward'} {what}, which a CUDA graph does not replay: leave it out")
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses methods that read a tensor of the device on the host."""
+
+    def __init__(self, device: torch.device, where: Callable[[Any], str]) -> None:
+        super().__init__()
+        self.device, self.where = device, where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor) and args[0].device.type == self.device.type:
+            raise _refusal(f"reads values on the host ({func.__name__})", self.where)
+        return func(*args, **(kwargs or {}))
+
+
+class _Launches(TorchDispatchMode):
+    """Refuses operators whose replay would be another than a call."""
+
+    def __init__(self, device: torch.device, where: Callable[[Any], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.where = device, where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it shows its operators on local tensors
+        name = func._schema.name.split("::")[1]
+        if _draws(func, args, kwargs or {}) or (func.namespace == "autopar" and name in _SEEDED):
+            raise _refusal(f"draws random numbers ({name})", self.where)
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags) and self._is_here(args):
+            raise _refusal(f"reads values on the host ({name})", self.where)
+        out = func(*args, **(kwargs or {}))
+        if name in ("_to_copy", "copy_") and self._is_here(args[-1:]) and not self._is_here((out,)):
+            raise _refusal(f"copies to host memory ({name})", self.where)
+        return out
+
+    def _is_here(self, values: Any) -> bool:
+        return any(isinstance(each, Tensor) and each.device.type == self.device.type for each in values)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator draws random numbers: attention may, and does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [each.name for each in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", 0.0) if "dropout_p" in names else True)

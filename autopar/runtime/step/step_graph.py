@@ -1,0 +1,134 @@
+"""Training steps as one CUDA graph: the forwards and backwards of a batch, with their collectives, are captured once, and every
+further step is one launch.
+
+A replay works on the addresses of the capture. The batch is copied to where that of the capture lay, weights are changed in place
+by any optimizer, and gradients appear where those of the capture were: one that somebody still holds when the next step begins
+(gradients that accumulate, two losses before one backward) is copied away first. Where weights lie elsewhere since (loaded,
+moved, frozen), the step is captured anew. A batch of other sizes, and a step that hooks look at (one that is checked or
+measured), run without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.cuda_graphs import CaptureStream, Replay, capture_check
+from ..compat.dtensor import local_of
+from ..errors import RuntimeProblem
+from ..module import BlockModule, Program
+from ..state.gradient import local_gradient
+from ..state.materialize import State
+from .micro_batches import Batch, ComputedStep, StepResult, compute_step, deliver_gradients, run_micro_batches
+
+_STEPS_BEFORE = 2
+"""Steps before the capture: the first compiles, the second is checked."""
+
+
+class StepGraph:
+    """The training steps of a program whose batches are of the sizes of the first one."""
+
+    def __init__(self, program: Program, state: State, stream: CaptureStream) -> None:
+        self.program, self.state, self.stream = program, state, stream
+        self.hooks = _count_hooks(program)
+        self.sizes: Any = None
+        self.addresses: Any = None
+        self.inputs: Batch = {}
+        self.steps = 0
+        self.computed: ComputedStep | None = None
+        self.replay: Replay | None = None
+        self.handed_out: list[torch.Tensor] = []
+
+    def run(self, inputs: Batch) -> StepResult:
+        """The loss of this rank's batch, whose backward hands the gradients out, and the outputs."""
+        sizes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        self.sizes = self.sizes or sizes
+        if sizes != self.sizes or self.hooks != _count_hooks(self.program):
+            return run_micro_batches(self.program, self.state, inputs)
+        addresses = list(_addresses(self.state))
+        if addresses != self.addresses:
+            self._drop()
+            self.addresses = addresses
+        if self.steps < _STEPS_BEFORE:
+            self.steps += 1
+            with ExitStack() as stack:
+                stack.enter_context(self.stream.current())
+                if self.steps == _STEPS_BEFORE:
+                    stack.enter_context(capture_check(self.program.mesh.device, _block_of))
+                return run_micro_batches(self.program, self.state, inputs)
+        if self.replay is None:
+            self.inputs = {name: x.clone() for name, x in inputs.items()}
+            self.replay = self.stream.capture(self._compute)
+        self._keep_gradients()
+        for name, x in self.inputs.items():
+            x.copy_(inputs[name])
+        self.replay()
+        assert self.computed is not None
+        loss, gradients, outputs = self.computed
+        # new tensors over the same storages: autograd copies a gradient that somebody else holds
+        self.handed_out = [local_gradient(parameter, local_of(each)) for parameter, each in gradients.items()]
+        delivered = deliver_gradients(self.state, loss.clone(), gradients, self.handed_out)
+        return delivered, [each.clone() for each in outputs]
+
+    def _compute(self) -> None:
+        self.computed = compute_step(self.program, self.state, self.inputs)
+
+    def _drop(self) -> None:
+        """Forget the graph, with the memory that it holds."""
+        self.steps, self.inputs, self.computed, self.replay = 0, {}, None, None
+
+    @torch.no_grad()
+    def _keep_gradients(self) -> None:
+        """Copy what lies where the next step writes its gradients, and is still somebody's."""
+        assert self.computed is not None
+        here = {_storage(gradient) for gradient in self.computed.gradients.values()}
+        for parameter in self.computed.gradients:
+            if parameter.grad is not None and _storage(parameter.grad) in here:
+                parameter.grad = local_gradient(parameter, local_of(parameter.grad).clone())
+        parameters = self.computed.gradients if self.handed_out else ()
+        self.handed_out[:] = [
+            local_gradient(parameter, local_of(gradient).clone())
+            for parameter, gradient in zip(parameters, self.handed_out, strict=True)
+        ]
+
+
+def step_graph(program: Program, state: State, stream: CaptureStream) -> StepGraph:
+    """Return the graph of a program's steps. RuntimeProblem where they are not of one graph."""
+    problems = (
+        (program.mesh.pp.size > 1, "captures whole steps, and this plan is a pipeline: plan with force='pp=1', or leave it out"),
+        (not program.has_loss, "needs the loss in the program: pass loss_fn=, or leave it out"),
+        (bool(program.differentiable_inputs), "captures no gradients of inputs: detach them, or leave it out"),
+        (state.loss_scale.half, "captures no loss scale, which float16 needs: take precision='bf16', or leave it out"),
+    )
+    for holds, problem in problems:
+        if holds:
+            raise RuntimeProblem(f"cuda_graph=True {problem}")
+    return StepGraph(program, state, stream)
+
+
+def _addresses(state: State) -> Iterator[tuple[int, bool]]:
+    """Yield where the weights and buffers of this rank lie, and which train."""
+    parameters: Iterator[nn.Parameter] = iter(state.parameters.values())
+    for parameter in parameters:
+        yield local_of(parameter).data_ptr(), parameter.requires_grad
+    for buffer in state.buffers.values():
+        yield buffer.data_ptr(), False
+
+
+def _count_hooks(program: Program) -> int:
+    """Return how many hooks see the forwards of blocks, FSDP2's own among them."""
+    return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for block in program.blocks())
+
+
+def _storage(gradient: torch.Tensor) -> int:
+    return local_of(gradient).untyped_storage().data_ptr()
+
+
+def _block_of(frame: Any) -> str:
+    """The path of the block whose forward runs in a frame; empty where it is none."""
+    block = frame.f_locals.get("self")
+    return (block.prefix or type(block).__name__) if isinstance(block, BlockModule) else ""
