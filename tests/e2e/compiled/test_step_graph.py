@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.harness.end_to_end import Prepared, prepare, prepare_dropout
-from support.harness.kernel_tape import tapes
 from support.harness.rank_pool import RankError, RankPool
 from support.harness.training_loop import full_gradients, full_state, parallel_model
+from support.kernel_tape import tapes
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.mesh import mesh_of
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate
