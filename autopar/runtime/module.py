@@ -134,6 +134,7 @@ class Program(RootModule):
     State is sharded over `zero_group` neighbours of the data axis and replicated between such groups (0: over the whole axis).
     `offload_optimizer`: where the optimizer's state lies between steps (``cpu``, ``nvme``; empty: on the device).
     With several `micro_batches` the forward takes one of them, and the `totals`: what `count` returns, reduced over all of them.
+    With two `weight_versions` the steps of a pipeline overlap.
     """
 
     mesh_axes: ClassVar[dict[str, int]] = {}
@@ -152,6 +153,7 @@ class Program(RootModule):
     forward_only: ClassVar[bool] = False
     loss_dtype: ClassVar[str] = "float32"
     micro_batches: ClassVar[int] = 1
+    weight_versions: ClassVar[int] = 1
     zero_group: ClassVar[int] = 0
     offload_optimizer: ClassVar[str] = ""
     totals: ClassVar[dict[str, str]] = {}

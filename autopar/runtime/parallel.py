@@ -112,7 +112,8 @@ class Parallel(ShardedModule):
             state.stage.heartbeat = heartbeat
             draw_for_stage(state.stage)
         step = _pipeline_step(program, state, memory)
-        graph = None if stream is None else step_graph(program, state, stream)
+        schedule = step if isinstance(step, PipelineStep) else None
+        graph = None if stream is None else step_graph(program, state, stream, schedule)
         first = Variant(program, form, state, step, graph=graph)
         nodes = [] if plain is None else mirror_modules(self, plain)
         register_state(self, state, plain)

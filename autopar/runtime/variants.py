@@ -93,10 +93,10 @@ class Variant:
             self.training = training
         if self.copies > 1:
             inputs = {name: scale_gradient(x, self.copies) for name, x in inputs.items()}
-        if self.step is not None:
-            loss, others = self.step.run(inputs)
-        elif self.graph is not None and training and torch.is_grad_enabled() and not in_backward():
+        if self.graph is not None and training and torch.is_grad_enabled() and not in_backward():
             loss, others = self.graph.run(inputs)
+        elif self.step is not None:
+            loss, others = self.step.run(inputs)
         elif self.program.micro_batches > 1:
             loss, others = run_micro_batches(self.program, self.state, inputs)
         else:

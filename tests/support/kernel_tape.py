@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -31,7 +32,8 @@ class TapeStream:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
         tape = _Tape()
-        with tape, patch.object(Work, "wait", _wait):
+        posts = [patch.object(dist, name, tape.posts(getattr(dist, name))) for name in ("isend", "irecv")]
+        with tape, patch.object(Work, "wait", _wait), posts[0], posts[1]:
             run()
         tape.undo()
         return tape.replay
@@ -60,6 +62,19 @@ class _Tape(TorchDispatchMode):
         self.calls.append((func, args, kwargs, out))
         return out
 
+    def posts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, which posts a message, as it is recorded: its work is waited for where it was, not at once."""
+
+        def post(tensor: Tensor, *args: Any) -> _Posted:
+            with _disable_current_modes():
+                posted = _Posted(self, function, (tensor, *args))
+            if function.__name__ == "irecv":
+                self.own.add(_storage(tensor))
+            self.calls.append((posted.post, (), {}, None))
+            return posted
+
+        return post
+
     def undo(self) -> None:
         for tensor, value in self.before.values():
             tensor.copy_(value)
@@ -68,6 +83,8 @@ class _Tape(TorchDispatchMode):
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(_all(self.calls))):
             for func, args, kwargs, out in self.calls:
                 new = func(*args, **kwargs)
+                if out is None:
+                    continue
                 for each in tree_leaves(new):
                     if not isinstance(each, Tensor) and hasattr(each, "wait"):
                         each.wait()
@@ -76,6 +93,25 @@ class _Tape(TorchDispatchMode):
                         each = torch.ops._c10d_functional.wait_tensor(each)
                     if _storage(old) != _storage(each):
                         old.copy_(each)
+
+
+class _Posted:
+    """The work of a message."""
+
+    def __init__(self, tape: _Tape, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.tape, self.function, self.args = tape, function, args
+        self.post()
+
+    def post(self) -> None:
+        self.work = self.function(*self.args)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self.work.wait()
+        self.tape.calls.append((lambda: self.work.wait(), (), {}, None))
 
 
 _REAL_WAIT = Work.wait

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..compat.cuda_graphs import is_capturing
 from ..device.groups import shared_group
 from ..device.mesh import MeshHandle
 
@@ -92,7 +93,8 @@ class PointToPoint:
     def send(self, tensors: Iterable[torch.Tensor], stage: int, tag: int, key: object) -> None:
         """Post sends. Tensors must not be written to afterwards; they live until they are sent, or until `wait_sent` of their
         key."""
-        self.pending_sends = [sent for sent in self.pending_sends if not sent.completed()]
+        if not is_capturing(self.mesh.device):  # what a graph sends is complete when it has run
+            self.pending_sends = [sent for sent in self.pending_sends if not sent.completed()]
         group, target = self.groups[self.mesh.pp.coordinate, stage], self.mesh.rank_in_stage(stage)
         ready = [tensor.contiguous() for tensor in tensors]
         works = [_posted(dist.isend(tensor, target, group, tag + index)) for index, tensor in enumerate(ready)]

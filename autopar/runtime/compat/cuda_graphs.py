@@ -52,6 +52,11 @@ class CaptureStream:
         return graph.replay
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a graph is captured now, where no event may be asked whether it happened."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def capture_check(device: torch.device, where: Callable[[Any], str]) -> Iterator[None]:
     """A context that refuses what a graph would replay with the values of its capture, or cannot capture: reads by the host,

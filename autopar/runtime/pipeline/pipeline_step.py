@@ -21,7 +21,17 @@ from ..compat.autograd import storage_key
 from ..compat.dtensor import local_of
 from ..errors import RuntimeProblem
 from ..state.materialize import State
-from ..step.micro_batches import Batch, StepResult, batch_totals, run_with_deferred_gradients, split_micro_batches, sum_losses
+from ..step.micro_batches import (
+    Batch,
+    ComputedStep,
+    StepResult,
+    batch_totals,
+    compute_gradients,
+    deliver_gradients,
+    run_with_deferred_gradients,
+    split_micro_batches,
+    sum_losses,
+)
 from ..step.outputs import join_micro_batches
 from .executor import Executor, StepState
 from .gradient_reductions import ChunkReductions, GradientReductions
@@ -42,18 +52,27 @@ class PipelineStep:
     def run(self, inputs: Batch) -> StepResult:
         """The loss of the batch, and on the last stage the outputs. Gradients are computed now, and the loss's backward hands
         them out; without gradients only forwards run."""
-        parts = split_micro_batches(self.program, inputs)
-        totals = batch_totals(self.program, parts)
-        if not torch.is_grad_enabled() or self.program.forward_only:
-            with torch.no_grad():
-                loss = self._loss(self.executor.run(parts, totals))
-        else:
+        if torch.is_grad_enabled() and not self.program.forward_only:
             self.state.loss_scale.begin(self.program.loss_dtype)
             self.executor.loss_scale = self.state.loss_scale
-            loss = run_with_deferred_gradients(self.state, lambda: self._loss(self.executor.run(parts, totals)))
-            loss = loss if loss.requires_grad else loss.requires_grad_()  # a stage without parameters that train
+            loss, gradients, outputs = self.compute(inputs)
+            loss = deliver_gradients(self.state, loss, gradients, list(gradients.values()))
+            return loss if loss.requires_grad else loss.requires_grad_(), outputs  # a stage without parameters that train
+        with torch.no_grad():
+            return self._run(inputs), self._outputs()
+
+    def compute(self, inputs: Batch) -> ComputedStep:
+        """Return what the schedule computes of the batch."""
+        loss, gradients = compute_gradients(self.state, lambda: self._run(inputs))
+        return ComputedStep(loss, gradients, self._outputs())
+
+    def _run(self, inputs: Batch) -> torch.Tensor:
+        parts = split_micro_batches(self.program, inputs)
+        return self._loss(self.executor.run(parts, batch_totals(self.program, parts)))
+
+    def _outputs(self) -> Sequence[torch.Tensor]:
         others, self.executor.outputs = self.executor.outputs, {}
-        return loss, join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
+        return join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
 
     def _loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         loss, work = _start_loss(self.program, losses)

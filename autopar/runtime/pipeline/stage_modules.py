@@ -77,7 +77,6 @@ class PipelineProgram(Program):
     chunks: ClassVar[tuple[type[ModelChunk], ...]] = ()
     boundaries: ClassVar[tuple[tuple[BoundaryTensor, ...], ...]] = ()
     schedule: ClassVar[tuple[str, ...]] = ()
-    weight_versions: ClassVar[int] = 1
 
     def __init__(self, mesh: MeshHandle) -> None:
         super().__init__(mesh)

@@ -1,5 +1,5 @@
-"""Training steps as one CUDA graph: the forwards and backwards of a batch, with their collectives, are captured once, and every
-further step is one launch.
+"""Training steps as one CUDA graph: the forwards and backwards of a batch, with their collectives and the messages between the
+stages of a pipeline, are captured once, and every further step is one launch.
 
 A replay works on the addresses of the capture. The batch is copied to where that of the capture lay, weights are changed in place
 by any optimizer, and gradients appear where those of the capture were: one that somebody still holds when the next step begins
@@ -10,9 +10,10 @@ measured), run without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,11 +30,21 @@ _STEPS_BEFORE = 2
 """Steps before the capture: the first compiles, the second is checked."""
 
 
+class Steps(Protocol):
+    """The steps of a pipeline."""
+
+    def run(self, inputs: Batch) -> StepResult: ...
+
+    def compute(self, inputs: Batch) -> ComputedStep: ...
+
+
 class StepGraph:
     """The training steps of a program whose batches are of the sizes of the first one."""
 
-    def __init__(self, program: Program, state: State, stream: CaptureStream) -> None:
-        self.program, self.state, self.stream = program, state, stream
+    def __init__(self, program: Program, state: State, stream: CaptureStream, steps: Steps | None) -> None:
+        self.program, self.state, self.stream, self.is_pipeline = program, state, stream, steps is not None
+        self.run_once: Callable[[Batch], StepResult] = steps.run if steps else partial(run_micro_batches, program, state)
+        self.compute_once: Callable[[Batch], ComputedStep] = steps.compute if steps else partial(compute_step, program, state)
         self.hooks = _count_hooks(program)
         self.sizes: Any = None
         self.addresses: Any = None
@@ -48,7 +59,7 @@ class StepGraph:
         sizes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
         self.sizes = self.sizes or sizes
         if sizes != self.sizes or self.hooks != _count_hooks(self.program):
-            return run_micro_batches(self.program, self.state, inputs)
+            return self.run_once(inputs)
         addresses = list(_addresses(self.state))
         if addresses != self.addresses:
             self._drop()
@@ -59,7 +70,7 @@ class StepGraph:
                 stack.enter_context(self.stream.current())
                 if self.steps == _STEPS_BEFORE:
                     stack.enter_context(capture_check(self.program.mesh.device, _block_of))
-                return run_micro_batches(self.program, self.state, inputs)
+                return self.run_once(inputs)
         if self.replay is None:
             self.inputs = {name: x.clone() for name, x in inputs.items()}
             self.replay = self.stream.capture(self._compute)
@@ -72,10 +83,12 @@ class StepGraph:
         # new tensors over the same storages: autograd copies a gradient that somebody else holds
         self.handed_out = [local_gradient(parameter, local_of(each)) for parameter, each in gradients.items()]
         delivered = deliver_gradients(self.state, loss.clone(), gradients, self.handed_out)
+        if self.is_pipeline and not delivered.requires_grad:
+            delivered.requires_grad_()  # a stage without parameters that train
         return delivered, [each.clone() for each in outputs]
 
     def _compute(self) -> None:
-        self.computed = compute_step(self.program, self.state, self.inputs)
+        self.computed = self.compute_once(self.inputs)
 
     def _drop(self) -> None:
         """Forget the graph, with the memory that it holds."""
@@ -96,10 +109,11 @@ class StepGraph:
         ]
 
 
-def step_graph(program: Program, state: State, stream: CaptureStream) -> StepGraph:
+def step_graph(program: Program, state: State, stream: CaptureStream, steps: Steps | None) -> StepGraph:
     """Return the graph of a program's steps. RuntimeProblem where they are not of one graph."""
+    overlaps = program.weight_versions > 1
     problems = (
-        (program.mesh.pp.size > 1, "captures whole steps, and this plan is a pipeline: plan with force='pp=1', or leave it out"),
+        (overlaps, "captures whole steps, and those of this plan overlap: plan with weight_versions=1, or leave it out"),
         (not program.has_loss, "needs the loss in the program: pass loss_fn=, or leave it out"),
         (bool(program.differentiable_inputs), "captures no gradients of inputs: detach them, or leave it out"),
         (state.loss_scale.half, "captures no loss scale, which float16 needs: take precision='bf16', or leave it out"),
@@ -107,7 +121,7 @@ def step_graph(program: Program, state: State, stream: CaptureStream) -> StepGra
     for holds, problem in problems:
         if holds:
             raise RuntimeProblem(f"cuda_graph=True {problem}")
-    return StepGraph(program, state, stream)
+    return StepGraph(program, state, stream, steps)
 
 
 def _addresses(state: State) -> Iterator[tuple[int, bool]]:
@@ -120,8 +134,9 @@ def _addresses(state: State) -> Iterator[tuple[int, bool]]:
 
 
 def _count_hooks(program: Program) -> int:
-    """Return how many hooks see the forwards of blocks, FSDP2's own among them."""
-    return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for block in program.blocks())
+    """Return how many hooks see the forwards of this rank's blocks, FSDP2's own among them."""
+    roots = program.roots()[program.mesh.pp.coordinate]
+    return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for root in roots for block in root.blocks())
 
 
 def _storage(gradient: torch.Tensor) -> int:
