@@ -93,8 +93,9 @@ class Variant:
             self.training = training
         if self.copies > 1:
             inputs = {name: scale_gradient(x, self.copies) for name, x in inputs.items()}
-        if self.graph is not None and training and torch.is_grad_enabled() and not in_backward():
-            loss, others = self.graph.run(inputs)
+        graph = self.graph if training and torch.is_grad_enabled() and not in_backward() else None
+        if graph is not None and graph.takes(inputs):
+            loss, others = graph.run(inputs)
         elif self.step is not None:
             loss, others = self.step.run(inputs)
         elif self.program.micro_batches > 1:
@@ -266,6 +267,12 @@ class Variants:
             step = PipelineStep(program, self.first.state, self.first.step)
         if self.compiler:
             compile_blocks(program, self.compiler)
+        if self.first.graph is not None and torch.is_grad_enabled():
+            warnings.warn(
+                "a call with another mode, arguments, lengths or autocast than the example inputs runs without a CUDA graph: "
+                "pass example inputs of the kind that trains, in its mode and autocast",
+                stacklevel=2,
+            )
         return Variant(program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch)
 
     def _make(self, call: KeyedCall) -> VariantParts:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def clear_forward_order(root: Any) -> None:
@@ -31,16 +32,21 @@ def reduce_gradients(module: Any) -> None:
         group.post_backward()
 
 
-def drop_failed_backward(root: nn.Module) -> None:
-    """Drop what FSDP2's modules in `root` keep of a backward that raised: its end stays queued, so that no later backward would
-    reduce gradients, and those that it did not reduce would be added to the next ones, which ``reset_iter_state`` leaves. Seen on
-    2.13.0."""
+def drop_failed_step(root: nn.Module) -> None:
+    """Drop what FSDP2's modules in `root` keep of a forward or backward that raised. Seen on 2.13.0.
+
+    Of a forward: weights that are gathered, or on their way, which the next one would take as they are. Of a backward: its end
+    stays queued, so that no later one would reduce gradients, and those that it did not reduce would be added to the next ones,
+    which ``reset_iter_state`` leaves."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
+            groups = _param_groups(state)
             if state._is_root and state._state_ctx.post_backward_final_callback_queued:
                 module.reset_iter_state()
-            for group in _param_groups(state):
+            for group in groups:
+                if group._training_state is TrainingState.FORWARD or group._all_gather_result is not None:
+                    group._reset_iter_state()
                 for parameter in group.fsdp_params:
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None

@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import zlib
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -110,7 +112,24 @@ _DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
 def constant(shape: Sequence[int], values: Sequence[Any], dtype: torch.dtype, mesh: Any) -> torch.Tensor:
     """The tensor of `shape` on this rank's device. `values` are its numbers, row by row; or the dtype that they are packed in,
     and pieces of text, together the base64 of their bytes as zlib packs them."""
-    return _constant(tuple(shape), tuple(values), dtype, mesh.device)
+    value = _constant(tuple(shape), tuple(values), dtype, mesh.device)
+    if not torch.compiler.is_compiling() and (held := _held.get()) is not None:
+        held.append(value)
+    return value
+
+
+@contextmanager
+def held_constants() -> Iterator[list[torch.Tensor]]:
+    """A context that lists the constants that are read within, for whoever reads them again by their addresses alone."""
+    held = list[torch.Tensor]()
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
+_held: ContextVar[list[torch.Tensor] | None] = ContextVar("held_constants", default=None)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..compat.modules import clear_forward_order, drop_failed_backward
+from ..compat.modules import clear_forward_order, drop_failed_step
 from ..module import BlockModule, Program, RootModule
 from .parameter_table import ParameterEntry
 
@@ -103,9 +103,9 @@ def reshard_all(program: Program) -> None:
 
 
 def begin_call(program: Program) -> None:
-    """Free the weights that a call without a backward left gathered, which may have changed since, and drop what a backward that
-    raised left."""
-    drop_failed_backward(program)
+    """Free the weights that a call without a backward left gathered, which may have changed since, and drop what a forward or
+    backward that raised left."""
+    drop_failed_step(program)
     reshard_all(program)
 
 

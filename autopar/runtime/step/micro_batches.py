@@ -184,8 +184,8 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if not ctx.gradients:
             raise RuntimeProblem(
-                "a second backward through the loss of a step in micro-batches, whose gradients were already handed out: "
-                "call the model again"
+                "a second backward through the loss of a step in micro-batches or of a CUDA graph, whose gradients were already "
+                "handed out: call the model again"
             )
         gradients = list(ctx.gradients)
         ctx.gradients.clear()

@@ -2,14 +2,14 @@
 stages of a pipeline, are captured once, and every further step is one launch.
 
 A replay works on the addresses of the capture. The batch is copied to where that of the capture lay, weights are changed in place
-by any optimizer, and gradients appear where those of the capture were: one that somebody still holds when the next step begins
-(gradients that accumulate, two losses before one backward) is copied away first. Where weights lie elsewhere since (loaded,
-moved, frozen), the step is captured anew. A batch of other sizes, and a step that hooks look at (one that is checked or
-measured), run without a graph.
+by any optimizer, and losses, outputs and gradients are copies of what lies where those of the capture were. Where weights lie
+elsewhere since (loaded, moved, frozen), the step is captured anew. A batch of other sizes, and a step that somebody looks into
+(one that is checked, measured, or of `detect_anomaly`), run without a graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,16 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat.cuda_graphs import CaptureStream, Replay, capture_check
+from ..compat.cuda_graphs import CaptureProblem, CaptureStream, Replay, capture_check
 from ..compat.dtensor import local_of
 from ..errors import RuntimeProblem
 from ..module import BlockModule, Program
+from ..ops.functions import held_constants
 from ..state.gradient import local_gradient
 from ..state.materialize import State
 from .micro_batches import Batch, ComputedStep, StepResult, compute_step, deliver_gradients, run_micro_batches
 
 _STEPS_BEFORE = 2
-"""Steps before the capture: the first compiles, the second is checked."""
+"""Steps of equal sizes before the capture: the first compiles, the second is checked."""
 
 
 class Steps(Protocol):
@@ -39,7 +40,7 @@ class Steps(Protocol):
 
 
 class StepGraph:
-    """The training steps of a program whose batches are of the sizes of the first one."""
+    """The training steps of a program."""
 
     def __init__(self, program: Program, state: State, stream: CaptureStream, steps: Steps | None) -> None:
         self.program, self.state, self.stream, self.is_pipeline = program, state, stream, steps is not None
@@ -48,41 +49,56 @@ class StepGraph:
         self.hooks = _count_hooks(program)
         self.sizes: Any = None
         self.addresses: Any = None
+        self.problem: CaptureProblem | None = None
+        self.steps = Counter[Any]()
         self.inputs: Batch = {}
-        self.steps = 0
+        self.constants: list[torch.Tensor] = []
         self.computed: ComputedStep | None = None
         self.replay: Replay | None = None
-        self.handed_out: list[torch.Tensor] = []
+
+    def takes(self, inputs: Batch) -> bool:
+        """Return whether this step is replayed, or comes before a capture. CaptureProblem where one was refused before."""
+        if self.problem is not None:
+            raise self.problem
+        if self.hooks != _count_hooks(self.program) or torch.is_anomaly_enabled():
+            return False
+        return self.replay is None or _sizes(inputs) == self.sizes
 
     def run(self, inputs: Batch) -> StepResult:
         """The loss of this rank's batch, whose backward hands the gradients out, and the outputs."""
-        sizes = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        self.sizes = self.sizes or sizes
-        if sizes != self.sizes or self.hooks != _count_hooks(self.program):
-            return self.run_once(inputs)
-        addresses = list(_addresses(self.state))
+        sizes, addresses = _sizes(inputs), list(_addresses(self.state))
         if addresses != self.addresses:
             self._drop()
-            self.addresses = addresses
-        if self.steps < _STEPS_BEFORE:
-            self.steps += 1
-            with ExitStack() as stack:
-                stack.enter_context(self.stream.current())
-                if self.steps == _STEPS_BEFORE:
-                    stack.enter_context(capture_check(self.program.mesh.device, _block_of))
-                return self.run_once(inputs)
+        self.sizes, self.addresses = sizes, addresses
+        try:
+            return self._replayed(inputs) if self.steps[sizes] == _STEPS_BEFORE else self._before(inputs)
+        except BaseException as error:
+            self._drop()
+            self.problem = error if isinstance(error, CaptureProblem) else None
+            raise
+
+    def _before(self, inputs: Batch) -> StepResult:
+        """Return the result of a step before the capture, on its stream."""
+        with ExitStack() as stack:
+            stack.enter_context(self.stream.current())
+            if self.steps[self.sizes] == _STEPS_BEFORE - 1:
+                stack.enter_context(capture_check(self.program.mesh.device, _block_of))
+            result = self.run_once(inputs)
+        self.steps[self.sizes] += 1
+        return result
+
+    def _replayed(self, inputs: Batch) -> StepResult:
         if self.replay is None:
             self.inputs = {name: x.clone() for name, x in inputs.items()}
-            self.replay = self.stream.capture(self._compute)
-        self._keep_gradients()
+            with held_constants() as self.constants:
+                self.replay = self.stream.capture(self._compute)
         for name, x in self.inputs.items():
             x.copy_(inputs[name])
         self.replay()
         assert self.computed is not None
         loss, gradients, outputs = self.computed
-        # new tensors over the same storages: autograd copies a gradient that somebody else holds
-        self.handed_out = [local_gradient(parameter, local_of(each)) for parameter, each in gradients.items()]
-        delivered = deliver_gradients(self.state, loss.clone(), gradients, self.handed_out)
+        copies: list[torch.Tensor] = [local_gradient(parameter, local_of(each).clone()) for parameter, each in gradients.items()]
+        delivered = deliver_gradients(self.state, loss.clone(), gradients, copies)
         if self.is_pipeline and not delivered.requires_grad:
             delivered.requires_grad_()  # a stage without parameters that train
         return delivered, [each.clone() for each in outputs]
@@ -92,21 +108,8 @@ class StepGraph:
 
     def _drop(self) -> None:
         """Forget the graph, with the memory that it holds."""
-        self.steps, self.inputs, self.computed, self.replay = 0, {}, None, None
-
-    @torch.no_grad()
-    def _keep_gradients(self) -> None:
-        """Copy what lies where the next step writes its gradients, and is still somebody's."""
-        assert self.computed is not None
-        here = {_storage(gradient) for gradient in self.computed.gradients.values()}
-        for parameter in self.computed.gradients:
-            if parameter.grad is not None and _storage(parameter.grad) in here:
-                parameter.grad = local_gradient(parameter, local_of(parameter.grad).clone())
-        parameters = self.computed.gradients if self.handed_out else ()
-        self.handed_out[:] = [
-            local_gradient(parameter, local_of(gradient).clone())
-            for parameter, gradient in zip(parameters, self.handed_out, strict=True)
-        ]
+        self.steps.clear()
+        self.inputs, self.constants, self.computed, self.replay = {}, [], None, None
 
 
 def step_graph(program: Program, state: State, stream: CaptureStream, steps: Steps | None) -> StepGraph:
@@ -116,12 +119,17 @@ def step_graph(program: Program, state: State, stream: CaptureStream, steps: Ste
         (overlaps, "captures whole steps, and those of this plan overlap: plan with weight_versions=1, or leave it out"),
         (not program.has_loss, "needs the loss in the program: pass loss_fn=, or leave it out"),
         (bool(program.differentiable_inputs), "captures no gradients of inputs: detach them, or leave it out"),
+        ("gradient" in program.output_kinds.values(), "hands out no outputs with gradients: leave it out"),
         (state.loss_scale.half, "captures no loss scale, which float16 needs: take precision='bf16', or leave it out"),
     )
     for holds, problem in problems:
         if holds:
             raise RuntimeProblem(f"cuda_graph=True {problem}")
     return StepGraph(program, state, stream, steps)
+
+
+def _sizes(inputs: Batch) -> tuple[Any, ...]:
+    return tuple((name, x.shape, x.dtype) for name, x in inputs.items())
 
 
 def _addresses(state: State) -> Iterator[tuple[int, bool]]:
@@ -137,10 +145,6 @@ def _count_hooks(program: Program) -> int:
     """Return how many hooks see the forwards of this rank's blocks, FSDP2's own among them."""
     roots = program.roots()[program.mesh.pp.coordinate]
     return sum(len(block._forward_hooks) + len(block._forward_pre_hooks) for root in roots for block in root.blocks())
-
-
-def _storage(gradient: torch.Tensor) -> int:
-    return local_of(gradient).untyped_storage().data_ptr()
 
 
 def _block_of(frame: Any) -> str:

@@ -3,7 +3,8 @@ them. On CPUs a tape of operators stands in for the graph of a GPU (`kernel_tape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -17,9 +18,11 @@ from support.kernel_tape import tapes
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.mesh import mesh_of
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.plan import Candidate, Pipeline, Precision
 from autopar.program.build import program_text
+from autopar.runtime.compat.cuda_graphs import CaptureProblem
 
 F64 = Precision("float64", "float64")
 Batch = Mapping[str, torch.Tensor]
@@ -121,6 +124,72 @@ def freeze_and_load(parallel: Any, batch: Batch) -> Steps:
     return train(parallel, batch, between, steps=11)
 
 
+def keep_gradients(parallel: Any, batch: Batch) -> Steps:
+    """Gradients of a step that somebody keeps, and those of `torch.autograd.grad`."""
+    optimizer, kept = torch.optim.SGD(parallel.parameters(), lr=0.1), []
+    losses, gradients = [], []
+    for step in range(6):
+        loss = parallel(**batch_of_step(batch, step))
+        if step % 2:
+            kept += torch.autograd.grad(loss, list(parallel.parameters()))
+        else:
+            loss.backward()
+            kept += [parameter.grad for parameter in parallel.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gradients.append({str(number): each.full_tensor() for number, each in enumerate(kept)})
+    return losses, gradients, full_state(parallel)
+
+
+def begin_small(parallel: Any, batch: Batch) -> Steps:
+    """A first batch of another size, and losses that nobody wants before a layer is frozen."""
+    parallel(**{name: x[: len(x) // 2] for name, x in batch.items()}).backward()
+    parallel.zero_grad()
+
+    def between(parallel: Any, optimizer: Any, step: int) -> None:
+        if step == 4:
+            parallel(**batch)
+            next(parallel.parameters()).requires_grad_(False)
+
+    return train(parallel, batch, between, steps=9)
+
+
+class Interruption(TorchDispatchMode):
+    """Ctrl-C at an operator."""
+
+    def __init__(self, operators: int) -> None:
+        super().__init__()
+        self.operators = operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators -= 1
+        if not self.operators:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def interrupt(parallel: Any, batch: Batch, operators: Sequence[int] = (60, 150, 0, 10, 0, 60, 0, 0, 60, 150, 0)) -> Steps:
+    """Steps that end in their midst, before a capture and later; the weights change then."""
+    todo = iter(operators)
+
+    def between(parallel: Any, optimizer: Any, step: int) -> None:
+        if at := next(todo, 0):
+            with suppress(KeyboardInterrupt), Interruption(at):
+                parallel(**batch).backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.mul_(0.9)
+
+    return train(parallel, batch, between, steps=12)
+
+
+def change_weights(parallel: Any, batch: Batch) -> Steps:
+    """What `interrupt` does to the weights."""
+    return interrupt(parallel, batch, ())
+
+
 def count_and_look(parallel: Any, batch: Batch) -> Steps:
     """A step that is measured, between others: its blocks too."""
     measurement: list[Any] = []
@@ -135,7 +204,11 @@ def count_and_look(parallel: Any, batch: Batch) -> Steps:
     return [*losses, len(measurement[0].report().scalars())], gradients, state
 
 
-HABITS = {each.__name__: each for each in (accumulate, join_losses, evaluate_and_cut, freeze_and_load, count_and_look)}
+_EACH = (
+    *(accumulate, join_losses, evaluate_and_cut, freeze_and_load, keep_gradients, begin_small, count_and_look),
+    *(interrupt, change_weights),
+)
+HABITS: dict[str, Callable[[Any, Batch], Steps]] = {each.__name__: each for each in _EACH}
 CASES = (
     ("mlp", {"dp": 2}, 0, 1, ""),
     ("llama", {"dp": 2}, 3, 2, ""),
@@ -178,7 +251,8 @@ def test_pipelines_are_captured_whole(force: dict[str, int], pipeline: Pipeline,
 
 
 @pytest.mark.parametrize(("habit", "captures"), [
-    ("accumulate", 1), ("join_losses", 1), ("evaluate_and_cut", 1), ("freeze_and_load", 3), ("count_and_look", 1),
+    ("accumulate", 1), ("join_losses", 1), ("evaluate_and_cut", 1), ("freeze_and_load", 3), ("keep_gradients", 1),
+    ("begin_small", 2), ("count_and_look", 1),
 ])  # fmt: skip
 def test_between_replays_anything_may_happen(habit: str, captures: int, ranks: RankPool) -> None:
     prepared = prepare("mlp")
@@ -186,12 +260,26 @@ def test_between_replays_anything_may_happen(habit: str, captures: int, ranks: R
     assert check(text, prepared, 2, ranks, habit=habit) == {captures}
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_interruptions_leave_nothing(zero: int, ranks: RankPool) -> None:
+    """With graphs and without: a step after one that was interrupted is that of the weights of then."""
+    prepared = prepare("llama")
+    case = program_text(prepared.graph, candidate(prepared, {"dp": 2}, zero)), prepared.state, prepared.batch, ""
+    assert all(captures for *_, captures in ranks.run(both, *case, "interrupt", world=2, timeout=300))
+    wanted = ranks.run(both, *case, "change_weights", world=2, timeout=300)[0][0]
+    for interrupted in ranks.run(both, *case, "interrupt", world=2, timeout=300)[0][:2]:
+        assert interrupted[0] == pytest.approx(wanted[0], rel=1e-12)
+
+
 def run_some(text: str, state: Any, batch: Batch, taped: bool, options: dict[str, Any]) -> None:
-    """On a rank: as many steps as a capture needs."""
+    """On a rank: as many steps as a capture needs, and once more where they are refused, as in a notebook."""
     if not taped:
         parallel_model(text, state, cuda_graph=True)
     with tapes():
-        train(parallel_model(text, state, cuda_graph=True, check_every=0, **options), batch, steps=3)
+        parallel = parallel_model(text, state, cuda_graph=True, check_every=0, **options)
+        with suppress(CaptureProblem):
+            train(parallel, batch, steps=3)
+        train(parallel, batch, steps=1)
 
 
 def refused(prepared: Prepared, text: str, world: int, ranks: RankPool, *, taped: bool = True, compile: str = "") -> str:
