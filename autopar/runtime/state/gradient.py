@@ -103,6 +103,24 @@ class Gradient(DTensor):
             return result
         return _whole(result, me)
 
+    @property
+    def data(self) -> torch.Tensor:
+        usual: Any = torch.Tensor.data
+        return usual.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Write what is computed of gradients into this rank's part. On 2.13.0 a DTensor keeps its part, without a word."""
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeProblem(
+                f"the .data of the gradient of {self.parameter_name or 'a parameter'} was set to {type(value).__name__} "
+                f"{tuple(value.shape)} {value.dtype}: compute it of the gradient (p.grad.data * 0.9), whose shards it then has"
+            )
+        if value.placements != self.placements:
+            value = value.redistribute(self.device_mesh, self.placements)
+        with torch.no_grad():
+            self.to_local().copy_(value.to_local())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:  # torch's wants clones of this class
         values: Any = self.detach().clone()
         memo[id(self)] = out = as_gradient(values, self.stage, self.parameter_name)

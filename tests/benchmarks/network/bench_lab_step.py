@@ -4,12 +4,15 @@
 
 A node is a network namespace with one rank (`support.network_lab`; rights of root). Compute: the same steps with collectives that
 move nothing, on both ranks at once. Communication: the bytes that a step sends or receives, over the rate of the link. Medians.
+Processors: what all processes and the kernel take of the cores, which compute and send; a step in which they are busy all the time
+can only be made shorter by computing or copying less. The machine has to be idle.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -47,8 +50,8 @@ def program_of(force: dict[str, int]) -> str:
     return program_text(graph, result.candidate)
 
 
-def seconds_of_steps(text: str, compile: str, steps: int) -> tuple[float, float]:
-    """Median seconds of a step, and the bytes that one sends or receives over the link."""
+def seconds_of_steps(text: str, compile: str, steps: int) -> tuple[float, float, float]:
+    """Median seconds of a step, the bytes that one sends or receives over the link, and the share of the cores that is busy."""
     from autopar.program.load import load_program
     from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
@@ -57,17 +60,24 @@ def seconds_of_steps(text: str, compile: str, steps: int) -> tuple[float, float]
     program = load_program(text).Program
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     ours = Parallel(program(MeshHandle(program.mesh_axes)), tensors, compile=compile)
-    seconds, sent = list[float](), list[int]()
+    seconds, sent, busy = list[float](), list[int](), list[float]()
     for step in range(WARM_UP + steps):
         dist.barrier()
-        before, began = link_bytes(), time.perf_counter()
+        before, began, taken = link_bytes(), time.perf_counter(), processor_seconds()
         ours(**batch).backward()
         ours.zero_grad()
         dist.barrier()
         if step >= WARM_UP:
             seconds.append(time.perf_counter() - began)
+            busy.append((processor_seconds() - taken) / seconds[-1] / len(os.sched_getaffinity(0)))
             sent.append(max(after - first for after, first in zip(link_bytes(), before, strict=True)))
-    return median(seconds), median(sent)
+    return median(seconds), median(sent), median(busy)
+
+
+def processor_seconds() -> float:
+    """Seconds of all cores that were not idle so far."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - sum(fields[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
 def link_bytes() -> tuple[int, int]:
@@ -88,13 +98,13 @@ def rank_main(text_file: str, compile: str, steps: int) -> None:
     text = Path(text_file).read_text()
     dist.init_process_group("gloo")
     dist.barrier()
-    step_seconds, step_bytes = seconds_of_steps(text, compile, steps)
+    step_seconds, step_bytes, busy = seconds_of_steps(text, compile, steps)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     with fake_group(rank, NODES):
-        compute_seconds, _ = seconds_of_steps(text, compile, steps)
-    print(json.dumps({"compute": compute_seconds, "step": step_seconds, "bytes": step_bytes}), flush=True)
+        compute_seconds, *_ = seconds_of_steps(text, compile, steps)
+    print(json.dumps({"compute": compute_seconds, "step": step_seconds, "bytes": step_bytes, "busy": busy}), flush=True)
 
 
 def main() -> None:
@@ -121,9 +131,10 @@ def main() -> None:
                 found = [json.loads(each.stdout.splitlines()[-1]) for each in ranks]
                 step, compute = (max(each[what] for each in found) for what in ("step", "compute"))
                 communication = max(each["bytes"] for each in found) / rate_of(rate)
+                busy = max(each["busy"] for each in found)
                 print(
                     f"{plan} {rate}: step {step:.3f} s, compute {compute:.3f} s, communication {communication:.3f} s; step over "
-                    f"the larger {step / max(compute, communication):.2f}",
+                    f"the larger {step / max(compute, communication):.2f}, processors {busy:.0%} busy",
                     flush=True,
                 )
 

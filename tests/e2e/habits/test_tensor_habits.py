@@ -220,6 +220,24 @@ def gradients_by_grad(plan: str) -> None:
     torch.testing.assert_close(whole(gradient), expected[one] * 2, rtol=1e-9, atol=1e-11)
 
 
+def filter_gradients(plan: str) -> None:
+    """By `.data`, with a moving average that is amplified (Grokfast)."""
+    parallel, reference = both_models(plan)
+    for model in (parallel, reference):
+        optimizer, averages = torch.optim.SGD(model.parameters(), lr=0.1), dict[str, torch.Tensor]()
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(**batch(seed)).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    averages[name] = averages.get(name, 0) * 0.9 + parameter.grad.data.detach() * 0.1
+                    parameter.grad.data = parameter.grad.data + averages[name] * 2.0
+            optimizer.step()
+    torch.testing.assert_close(parallel(**batch()), reference(**batch()), rtol=1e-9, atol=1e-12)
+    gradient = next(p.grad for p in parallel.parameters() if p.grad is not None)
+    assert "compute it of the gradient" in refusal(lambda: setattr(gradient, "data", torch.zeros(gradient.shape)))
+
+
 def reduce_gradients_by_hand(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     one_step(parallel)
