@@ -4,7 +4,7 @@
 
 A node is a network namespace with one rank (`support.network_lab`; rights of root). Compute: the same steps with collectives that
 move nothing, on both ranks at once. Communication: the bytes that a step sends or receives, over the rate of the link. Medians.
-Processors: what all processes and the kernel take of the cores, which compute and send; a step in which they are busy all the time
+Processors: what processes and the kernel take of the cores, which compute and send; a step in which they are busy all the time
 can only be made shorter by computing or copying less. The machine has to be idle.
 """
 
