@@ -32,6 +32,14 @@ def reduce_gradients(module: Any) -> None:
         group.post_backward()
 
 
+def forget_steps(root: nn.Module) -> None:
+    """Wait for what FSDP2's modules in `root` have in flight, and forget it: a capture of a CUDA graph may not wait for an event
+    of before it. Between steps. Seen on 2.13.0."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+
+
 def drop_failed_step(root: nn.Module) -> None:
     """Drop what FSDP2's modules in `root` keep of a forward or backward that raised. Seen on 2.13.0.
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..compat.cuda_graphs import CaptureProblem, CaptureStream, Replay, capture_check
 from ..compat.dtensor import local_of
+from ..compat.modules import forget_steps
 from ..errors import RuntimeProblem
 from ..module import BlockModule, Program
 from ..ops.functions import held_constants
@@ -90,6 +91,7 @@ class StepGraph:
     def _replayed(self, inputs: Batch) -> StepResult:
         if self.replay is None:
             self.inputs = {name: x.clone() for name, x in inputs.items()}
+            forget_steps(self.program)
             with held_constants() as self.constants:
                 self.replay = self.stream.capture(self._compute)
         for name, x in self.inputs.items():
