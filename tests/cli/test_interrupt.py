@@ -18,6 +18,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words, "-o", str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit that it is ignored
     )  # fmt: skip
     assert process.stderr is not None
     lines = []
