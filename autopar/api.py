@@ -136,8 +136,8 @@ def parallelize(
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With
     `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs). With `proof` the program is
     proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
-    not proven. With `cuda_graph` a training step of the example's sizes is one CUDA graph from the third on, which holds the
-    memory of the step for good; what no graph replays (random numbers, values that the host reads) is an error.
+    not proven. With `cuda_graph` a training step is one CUDA graph from the third of its sizes on, which holds the memory of
+    the step for good; what no graph replays (random numbers, values that the host reads) is an error.
     `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for `new_tokens`
     decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 

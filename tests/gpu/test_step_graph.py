@@ -46,7 +46,8 @@ def train(cuda_graph: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
         laps.append(perf_counter() - begin)
-    return {"losses": losses, "seconds": median(laps[WARM_UP:]), "captured": parallel.calls.first.graph is not None}
+    graph = parallel.calls.first.graph
+    return {"losses": losses, "seconds": median(laps[WARM_UP:]), "captured": graph is not None and graph.replay is not None}
 
 
 def launched(cuda_graph: bool) -> dict[str, Any]:

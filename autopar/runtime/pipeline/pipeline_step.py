@@ -56,7 +56,7 @@ class PipelineStep:
             self.state.loss_scale.begin(self.program.loss_dtype)
             self.executor.loss_scale = self.state.loss_scale
             loss, gradients, outputs = self.compute(inputs)
-            loss = deliver_gradients(self.state, loss, gradients, list(gradients.values()))
+            loss = deliver_gradients(self.state, loss, gradients)
             return loss if loss.requires_grad else loss.requires_grad_(), outputs  # a stage without parameters that train
         with torch.no_grad():
             return self._run(inputs), self._outputs()

@@ -3,7 +3,7 @@ node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResu
     if torch.is_grad_enabled():
         state.loss_scale.begin(program.loss_dtype)
         loss, gradients, outputs = compute_step(program, state, inputs)
-        return deliver_gradients(state, loss, gradients, list(gradients.values())), outputs
+        return deliver_gradients(state, loss, gradients), outputs
     parts = split_micro_batches(program, inputs)
     totals = batch_totals(program, parts)
     losses: list[torch.Tensor] = []
@@ -92,7 +92,7 @@ def _train(
 def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The loss that `train` returns, whose backward hands out the gradients that `train` leaves with the parameters."""
     loss, gradients = compute_gradients(state, train)
-    return deliver_gradients(state, loss, gradients, list(gradients.values()))
+    return deliver_gradients(state, loss, gradients)
 
 
 def compute_gradients(
@@ -112,14 +112,12 @@ def compute_gradients(
     return loss, {parameter: gradient for parameter, gradient in computed if gradient is not None}
 
 
-def deliver_gradients(
-    state: State, loss: torch.Tensor, reached: Iterable[nn.Parameter], gradients: list[torch.Tensor]
-) -> torch.Tensor:
-    """Return the loss, whose backward hands out the `gradients` of the parameters that it `reached`, and empties the list. One
-    that reached none has no graph."""
+def deliver_gradients(state: State, loss: torch.Tensor, gradients: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+    """Return the loss, whose backward hands out the gradients of the parameters that it reached. One that reached none has no
+    graph."""
     if not gradients:
         return loss
-    result: torch.Tensor = apply(_Deliver, loss, gradients, state.loss_scale, *reached)
+    result: torch.Tensor = apply(_Deliver, loss, list(gradients.values()), state.loss_scale, *gradients)
     return result
 
 
@@ -182,13 +180,12 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if not ctx.gradients:
+        if ctx.gradients is None:
             raise RuntimeProblem(
                 "a second backward through the loss of a step in micro-batches or of a CUDA graph, whose gradients were already "
                 "handed out: call the model again"
             )
-        gradients = list(ctx.gradients)
-        ctx.gradients.clear()
+        gradients, ctx.gradients = ctx.gradients, None
         factor = ctx.scale.factor(grad, ctx.used)
         return None, None, None, *(_scaled(gradient, factor) for gradient in gradients)
 

@@ -4,7 +4,7 @@ stages of a pipeline, are captured once, and every further step is one launch.
 A replay works on the addresses of the capture. The batch is copied to where that of the capture lay, weights are changed in place
 by any optimizer, and losses, outputs and gradients are copies of what lies where those of the capture were. Where weights lie
 elsewhere since (loaded, moved, frozen), the step is captured anew. A batch of other sizes, and a step that somebody looks into
-(one that is checked, measured, or of `detect_anomaly`), run without a graph.
+(one that is checked, measured, or of `detect_anomaly`), run without a graph. The first sizes that three steps have are captured.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class StepGraph:
         self.replay()
         assert self.computed is not None
         loss, gradients, outputs = self.computed
-        copies: list[torch.Tensor] = [local_gradient(parameter, local_of(each).clone()) for parameter, each in gradients.items()]
-        delivered = deliver_gradients(self.state, loss.clone(), gradients, copies)
+        copies = {parameter: local_gradient(parameter, local_of(each).clone()) for parameter, each in gradients.items()}
+        delivered = deliver_gradients(self.state, loss.clone(), copies)
         if self.is_pipeline and not delivered.requires_grad:
             delivered.requires_grad_()  # a stage without parameters that train
         return delivered, [each.clone() for each in outputs]
@@ -118,6 +118,7 @@ def step_graph(program: Program, state: State, stream: CaptureStream, steps: Ste
     """Return the graph of a program's steps. RuntimeProblem where they are not of one graph."""
     overlaps = program.weight_versions > 1
     problems = (
+        (program.forward_only, "captures training steps, and this program only runs forwards: leave it out"),
         (overlaps, "captures whole steps, and those of this plan overlap: plan with weight_versions=1, or leave it out"),
         (not program.has_loss, "needs the loss in the program: pass loss_fn=, or leave it out"),
         (bool(program.differentiable_inputs), "captures no gradients of inputs: detach them, or leave it out"),
