@@ -207,15 +207,14 @@ class _Converter:
             if arg in self.names:
                 return Ref(self.names[arg])
             size = arg.meta.get("val")
-            if isinstance(size, (torch.SymInt, int)):
-                dim = self.dim(size)
-                return Symbol(dim) if isinstance(dim, str) else dim
-            if isinstance(size, (float, torch.SymFloat)):
-                text = self.in_batch(size) if isinstance(size, torch.SymFloat) else size
-                if isinstance(text, str) and BATCH not in text:  # a quotient of lengths
-                    return float(as_sympy(text))
-                return Symbol(text) if isinstance(text, str) else text
-            raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
+            if not isinstance(size, (torch.SymInt, torch.SymFloat, int, float)):
+                raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
+            arg = size
+        if isinstance(arg, torch.SymFloat):
+            text = self.in_batch(arg)
+            if isinstance(text, str) and BATCH not in text:  # a quotient of lengths
+                return float(as_sympy(text))
+            return Symbol(text) if isinstance(text, str) else text
         if isinstance(arg, (list, tuple)):
             return tuple(self.arg(item) for item in arg)
         if isinstance(arg, torch.dtype):

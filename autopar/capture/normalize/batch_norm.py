@@ -1,5 +1,6 @@
 """Batch norm as sums over the batch: exact global statistics for a sharded batch (as SyncBatchNorm), and gradients through them
-by autograd. These functions take the place of torch's operations when an exported program is decomposed (`tracing.decompose`).
+by autograd. These functions take the place of torch's operations when an exported program is taken
+apart (`tracing.decomposition`).
 
 ``local``: the statistics are those of the examples of one data rank in one forward, as in DDP. Then ``ap.local_mean`` gives each
 example the mean over its rank's examples; the running statistics take the mean over all ranks.

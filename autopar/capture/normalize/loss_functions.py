@@ -1,6 +1,7 @@
 """Losses as gathers and sums: ``nll_loss``, cross entropy with class weights, class probabilities or a loss of each element (all
 others may shard the vocabulary, see `losses`), and squared errors. These functions take the place of torch's operations when an
-exported program is decomposed (`tracing.decompose`)."""
+exported program is taken
+apart (`tracing.decomposition`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Recurrent nets with dropout between their layers: one operation for each layer, and dropout between them. This function takes
-the place of torch's operations when an exported program is decomposed (`tracing.decompose`)."""
+the place of torch's operations when an exported program is taken
+apart (`tracing.decomposition`)."""
 
 from __future__ import annotations
 

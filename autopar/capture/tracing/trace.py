@@ -24,7 +24,7 @@ from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
 from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
-from autopar.capture.tracing.decompose import decomposed
+from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.explain import explain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.capture.tracing.decompose import COMPOSITE, TABLED
+from autopar.capture.tracing.decomposition.program import COMPOSITE, TABLED
 from autopar.operations.factories import whole_rule
 from autopar.rules.registry import default_registry
 

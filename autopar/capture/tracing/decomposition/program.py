@@ -1,5 +1,8 @@
 """Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them. Batch
-norms and losses are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.loss_functions`)."""
+norms and losses are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.loss_functions`).
+
+Torch's `run_decompositions` traces a program twice more, which took more than half of a capture. In a graph without in-place
+operations and control flow each operation is taken apart where it stands; all others are traced."""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
+from autopar.capture.tracing.decomposition.nodes import NotLocal, Table, decomposed_graph, stays_whole
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -61,7 +65,22 @@ def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
     _fuse_nll_losses(program)
-    taken = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets(), **decompositions(program)}
+    table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets()}
+    try:
+        if any(map(stays_whole, decompositions(program))):
+            raise NotLocal("operations that torch's tables take apart")
+        graph = decomposed_graph(program.graph_module, table)
+    except NotLocal:
+        program = retraced(program, table, device)
+    else:
+        program.graph_module.graph = graph
+    drop_checks(program)
+    return program
+
+
+def retraced(program: ExportedProgram, table: Table, device: torch.device) -> ExportedProgram:
+    """Return the program as torch traces it with these decompositions and all of `decompositions`."""
+    taken = {**table, **decompositions(program)}
     with overrides_of(device):
         program = program.run_decompositions(taken)
         for _ in range(3):
@@ -70,7 +89,6 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
                 break
             taken |= further
             program = program.run_decompositions(taken)
-    drop_checks(program)
     return program
 
 

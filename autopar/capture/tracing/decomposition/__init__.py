@@ -1,0 +1,4 @@
+"""Takes apart what export keeps whole, so that rules need not know it.
+
+Start with `program.decomposed`. `nodes` takes a graph apart where it stands; what it cannot is traced again by torch.
+"""

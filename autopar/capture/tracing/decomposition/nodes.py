@@ -1,0 +1,211 @@
+"""Composite operations taken apart node by node, in a graph that changes no tensor in place. Seen on torch 2.13.0: which of them
+`run_decompositions` keeps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+Table = Mapping[Any, Callable[..., Any]]
+
+aten = torch.ops.aten
+_CASTS = frozenset({"to", "type_as", "contiguous"})
+_RESHAPES = frozenset({"reshape", "flatten", "unflatten", "view_as", "reshape_as"})
+_SIZES = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
+_COPIES = frozenset({aten.lift_fresh_copy.default, aten.resolve_conj.default, aten.resolve_neg.default})
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+_MOST_LEVELS = 8
+
+
+class NotLocal(Exception):
+    """The graph changes tensors in place, reads numbers of them, or has control flow: it can only be traced as a whole."""
+
+
+def decomposed_graph(module: fx.GraphModule, table: Table) -> fx.Graph:
+    """Return the graph of an exported program as `run_decompositions` gives it: what the table has, and composite operations that
+    may return their operand, are taken apart, and regions under ``no_grad`` are part of the graph. Sizes are arguments of what
+    reads them. NotLocal where that takes more than one node at a time."""
+    return _Decomposition(module, table).run()
+
+
+class _Decomposition:
+    def __init__(self, module: fx.GraphModule, table: Table) -> None:
+        self.module, self.table, self.graph = module, table, fx.Graph()
+
+    def run(self) -> fx.Graph:
+        for node in self.module.graph.nodes:
+            _check(node)
+        results = dict[fx.Node, Any]()
+        self.copy(self.module.graph, results, {}, 0)
+        output = _output(self.module.graph)
+        self.graph.node_copy(output, lambda node: results[node])
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def copy(self, graph: fx.Graph, results: dict[fx.Node, Any], meta: Mapping[str, Any], level: int) -> None:
+        """Add the nodes of a graph, taken apart; `results` has what becomes of each, and has the placeholders of inner graphs."""
+        if level > _MOST_LEVELS:
+            raise NotLocal("operations that are made of themselves")
+        for node in graph.nodes:
+            if node.op == "placeholder" and node not in results:
+                results[node] = self.graph.node_copy(node)
+            elif node.op == "call_function":
+                results[node] = self.node(node, results, {**node.meta, **meta}, level)
+
+    def node(self, node: fx.Node, results: Mapping[fx.Node, Any], meta: dict[str, Any], level: int) -> Any:
+        """Return what becomes of a node: a node of the new graph, a number, or several of them."""
+        _check(node)
+        if _is_no_grad_region(node):
+            body = getattr(self.module, str(node.args[1].target))  # type: ignore[union-attr]
+            return self.inner(body.graph, _replaced(node.args[2:], results), meta, level)
+        if _is_number(node):
+            return node.meta["val"]
+        args, kwargs = _replaced(node.args, results), _replaced(dict(node.kwargs), results)
+        if _is_constant(node):
+            return args[0]
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]  # of a region's results
+        if node.target is aten._assert_tensor_metadata.default:
+            return None
+        if node.target in self.table:
+            return self.expanded(node, self.table[node.target], args, kwargs, meta, level)
+        if node.target in _COPIES:
+            return self.call(aten.clone.default, args, {}, meta)
+        if stays_whole(node.target):
+            return self.call(node.target, args, kwargs, meta)
+        name, x = node.target.overloadpacket.__name__, args[0] if args else None  # type: ignore[union-attr]
+        if name in _CASTS and isinstance(x, fx.Node):
+            return self.cast(node, x, meta)
+        if name in _RESHAPES and isinstance(x, fx.Node):
+            return self.reshaped(node, x, args, meta)
+        return self.expanded(node, node.target.decompose, args, kwargs, meta, level)  # type: ignore[union-attr]
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meta: dict[str, Any], val: Any = None) -> fx.Node:
+        """Add an operation, of the value that `meta` has or `val`."""
+        name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else target.__name__
+        made = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name)
+        made.meta = meta if val is None else {**meta, "val": val}
+        return made
+
+    def inner(self, graph: fx.Graph, operands: Sequence[Any], meta: Mapping[str, Any], level: int) -> Any:
+        """Add the nodes of a graph in the place of one node, whose place in the source they take."""
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        results: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
+        self.copy(graph, results, {key: value for key, value in meta.items() if key != "val"}, level + 1)
+        return _replaced(_output(graph).args[0], results)
+
+    def expanded(
+        self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any, meta: dict[str, Any], level: int
+    ) -> Any:
+        """Add the operations that a function calls in the place of a node; the node itself where it returns NotImplemented."""
+        leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        values = [each.meta["val"] for each in nodes]
+        if not values or not all(isinstance(value, FakeTensor) for value in values):
+            raise NotLocal(f"{node.target} of no tensor")
+        declined = False
+
+        def run(*tensors: Any) -> Any:
+            nonlocal declined
+            given = iter(tensors)
+            own_args, own_kwargs = tree_unflatten([next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], form)
+            result = function(*own_args, **own_kwargs)
+            declined = result is NotImplemented
+            return () if declined else result
+
+        try:
+            with values[0].fake_mode, enable_python_dispatcher():
+                # functions of the table call composite operations, which are kept; torch's own ones are made of views
+                traced = make_fx(run, pre_dispatch=node.target in self.table)(*values)
+        except Exception as error:  # torch's own tracing, of the whole program, is the judge
+            raise NotLocal(str(error)) from error
+        if declined:
+            return self.call(node.target, args, kwargs, meta)
+        if any(each.op == "get_attr" for each in traced.graph.nodes):
+            raise NotLocal(f"{node.target} with constants")
+        return self.inner(traced.graph, nodes, meta, level)
+
+    def cast(self, node: fx.Node, x: fx.Node, meta: dict[str, Any]) -> fx.Node:
+        """Add what ``x.to(...)`` or ``x.contiguous()`` does: nothing, a cast, or a copy."""
+        before, after = x.meta["val"], node.meta["val"]
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            return self.call(aten._to_copy.default, (x,), {"dtype": after.dtype}, meta)
+        with before.fake_mode:
+            args, kwargs = fx.node.map_arg((node.args[1:], dict(node.kwargs)), lambda each: each.meta["val"])
+            again = node.target(before, *args, **kwargs)  # type: ignore[operator]
+        if _is_view(again, before):
+            return x
+        return self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format}, meta, again)
+
+    def reshaped(self, node: fx.Node, x: fx.Node, args: Any, meta: dict[str, Any]) -> fx.Node:
+        """Add the view that a reshape is, or the copy and its view."""
+        before, shape = x.meta["val"], list(node.meta["val"].shape)
+        if len(shape) == before.dim() and node.target is aten.flatten.using_ints:
+            return x  # of a single dimension
+        given = node.target is aten.reshape.default and before.is_contiguous()
+        sizes = args[1] if given else shape
+        try:
+            with before.fake_mode:
+                after = aten.reshape.default(before, shape)
+                copied = before if _is_view(after, before) else before.clone(memory_format=torch.contiguous_format)
+        except Exception as error:  # sizes that depend on data
+            raise NotLocal(str(error)) from error
+        if copied is before:
+            return self.call(aten.view.default, (x, sizes), {}, meta, after)
+        copy = self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format}, meta, copied)
+        return self.call(aten._unsafe_view.default, (copy, sizes), {}, meta, after)
+
+
+def _check(node: fx.Node) -> None:
+    """NotLocal for a node that means more than its result, or whose result is a number of a tensor."""
+    target = node.target
+    if node.op == "get_attr":
+        local = all(map(_is_no_grad_region, node.users))
+    elif isinstance(target, torch._ops.OpOverload):
+        number = isinstance(node.meta.get("val"), _NUMBERS)
+        local = (not target._schema.is_mutable or _is_constant(node)) and (not number or target in _SIZES)
+    else:
+        local = node.op != "call_function" or _is_no_grad_region(node) or target is operator.getitem or _is_number(node)
+    if not local:
+        raise NotLocal(str(target))
+
+
+def _is_no_grad_region(node: fx.Node) -> bool:
+    return str(node.target) == "wrap_with_set_grad_enabled"
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Return whether this is the in-place operation of ``torch.tensor(...)``, whose tensor nobody else has."""
+    x = node.args[0] if node.target is aten.detach_.default else None
+    return isinstance(x, fx.Node) and x.target is aten.lift_fresh_copy.default
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and isinstance(node.meta.get("val"), _NUMBERS)
+
+
+def stays_whole(target: Any) -> bool:
+    """Return whether an operation stays as it is: composite ones do, unless what they give may be what they take."""
+    return not (isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target))
+
+
+def _is_view(after: torch.Tensor, before: torch.Tensor) -> bool:
+    return after is before or after.untyped_storage()._cdata == before.untyped_storage()._cdata
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
+
+
+def _replaced(args: Any, results: Mapping[fx.Node, Any]) -> Any:
+    return fx.node.map_arg(args, lambda node: results[node])

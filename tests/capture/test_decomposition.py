@@ -1,0 +1,146 @@
+"""Composite operations that are taken apart node by node: the graph that torch's `run_decompositions` traces."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models.small_models import make
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from autopar.capture import capture
+from autopar.capture.normalize.batch_norm import batch_norms
+from autopar.capture.normalize.loss_functions import loss_functions
+from autopar.capture.normalize.recurrent import recurrent_nets
+from autopar.capture.tracing import trace
+from autopar.capture.tracing.decomposition.nodes import NotLocal, decomposed_graph
+from autopar.capture.tracing.decomposition.program import decomposed, retraced
+from autopar.capture.tracing.places import is_assertion
+
+HOST = ("device", "layout", "pin_memory")
+NUMBERS = (torch.SymInt, torch.SymFloat)
+
+
+class Lines(nn.Module):
+    """One linear, and a function of its result and of what it read."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.run = nn.Linear(8, 12), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.linear(x), x).float().sum()
+
+
+def under_no_grad(y: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.reshape(-1).abs().mean()
+        with torch.enable_grad():
+            scale = scale * y.chunk(3, -1)[1].sum()
+    return y * scale + y.detach()
+
+
+LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "views": lambda y, x: y.reshape(-1, 12).flatten(0, 1).unflatten(0, (-1, 4)),
+    "a view of gaps": lambda y, x: y.unflatten(-1, (3, 4)).transpose(1, 2).flatten(2).reshape(y.shape[0], 3, -1),
+    "copies": lambda y, x: y.transpose(1, 2).reshape(-1, 12) + y.transpose(1, 2).contiguous().view(-1, 12),
+    "nothing to do": lambda y, x: y.to(y.dtype).contiguous().flatten(1, 1).to(y.device).type_as(y),
+    "casts": lambda y, x: y.to(torch.bfloat16).double() + x.sum().to(y),
+    "uneven parts": lambda y, x: y.chunk(5, -1)[1] + y.chunk(5, 2)[3] + y.tensor_split(5, -1)[0],
+    "parts of the batch": lambda y, x: torch.cat([part * 2 for part in y.chunk(1, 0)]),
+    "no gradients": under_no_grad,
+    "sizes": lambda y, x: y.new_zeros(y.shape[0] * 2, y.shape[1] + 1).sum() + y / y.numel() + y.mT.sum(),
+    "dropout": lambda y, x: F.dropout(y, 0.5, training=False) + F.dropout(y, 0.0),
+    "a constant": lambda y, x: y * torch.tensor([1.0, 2.0, 3.0]).sum(),
+    "losses": lambda y, x: F.mse_loss(y, y * 2) + F.nll_loss(y[:, 0].log_softmax(1), y[:, 1].argmax(1)),
+    "class weights": lambda y, x: F.cross_entropy(y[:, 0], y[:, 1].argmax(1), weight=y[0, 0].detach().abs(), label_smoothing=0.1),
+}
+"""The tensors are [4, 2, 8] and [4, 2, 12]."""
+WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "in place": lambda y, x: y.mul(2).add_(1.0),
+    "in place in a view": lambda y, x: torch.zeros(12).fill_(2.0) + y,
+    "in place under no_grad": lambda y, x: y + _counted(x),
+    "a branch": lambda y, x: torch.cond(x.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,)),
+}
+
+
+@torch.no_grad()
+def _counted(x: Tensor) -> Tensor:
+    total = x.abs().sum()
+    total += 1
+    return total
+
+
+def text(arg: Any, numbers: dict[fx.Node, int]) -> str:
+    """An argument, whose tensors have the numbers of their nodes, and sizes their expressions."""
+    if isinstance(arg, fx.Node):
+        return f"%{numbers[arg]}" if arg in numbers else text(arg.meta.get("val"), numbers)
+    if isinstance(arg, (tuple, list)):
+        return f"[{', '.join(text(each, numbers) for each in arg)}]"
+    if isinstance(arg, Tensor):
+        return f"{arg.dtype}{text(tuple(arg.shape), numbers)}"
+    return str(arg.node.expr) if isinstance(arg, NUMBERS) else repr(arg)
+
+
+def listing(graph: fx.Graph) -> list[str]:
+    """Each node that gives tensors: operation, arguments, shapes, module, place in the source, and whether it is no_grad."""
+    numbers: dict[fx.Node, int] = {}
+    lines = []
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if node.op in ("placeholder", "output"):
+            lines.append(f"{node.name if node.op == 'placeholder' else 'output'} {text(node.args, numbers)} {text(val, numbers)}")
+        elif is_assertion(node) or not isinstance(val, (Tensor, tuple, list)):
+            continue
+        else:
+            kwargs = [f"{key}={text(arg, numbers)}" for key, arg in sorted(node.kwargs.items()) if key not in HOST]
+            modules = list((node.meta.get("nn_module_stack") or {}).values())
+            no_grad = trace.NO_GRAD_MARK in (node.meta.get("custom") or {})
+            place = "" if node.target is operator.getitem else f"{modules[-1:]} {no_grad}"
+            lines.append(f"{node.target} {text(node.args, numbers)} {kwargs} {text(val, numbers)} {place}")
+        numbers[node] = len(numbers)
+    return lines
+
+
+Listings = tuple[list[str] | None, list[str]]
+
+
+def listings_of(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Listings]:
+    """Of each program that a capture exports: taken apart node by node (None where it cannot be), and as torch traces it."""
+    listings: list[Listings] = []
+
+    def compare(program: ExportedProgram, device: torch.device, local: bool) -> ExportedProgram:
+        table = {**batch_norms(local), **loss_functions(), **recurrent_nets()}
+        theirs = listing(retraced(program, table, device).graph)
+        try:
+            listings.append((listing(decomposed_graph(program.graph_module, table)), theirs))
+        except NotLocal:
+            listings.append((None, theirs))
+        return decomposed(program, device, local)
+
+    monkeypatch.setattr(trace, "decomposed", compare)
+    capture(model, *inputs)
+    return listings
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_are_as_torch_traces_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ours, theirs in listings_of(Lines(LINES[name]), ((torch.rand(4, 2, 8),), {}), monkeypatch):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_others_are_traced_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(ours is None for ours, _ in listings_of(Lines(WHOLE[name]), ((torch.rand(4, 2, 8),), {}), monkeypatch))
+
+
+@pytest.mark.parametrize("name", ("gpt2", "llama", "bert", "vit", "convnet", "encoder_decoder"))
+def test_models_are_as_torch_traces_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make(name)
+    for ours, theirs in listings_of(model, ((), batch), monkeypatch):
+        assert ours == theirs
