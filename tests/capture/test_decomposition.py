@@ -57,16 +57,36 @@ LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sizes": lambda y, x: y.new_zeros(y.shape[0] * 2, y.shape[1] + 1).sum() + y / y.numel() + y.mT.sum(),
     "dropout": lambda y, x: F.dropout(y, 0.5, training=False) + F.dropout(y, 0.0),
     "a constant": lambda y, x: y * torch.tensor([1.0, 2.0, 3.0]).sum(),
+    "in place": lambda y, x: _written(y.mul(2), lambda z: z.add_(x.sum()).relu_().mul_(2.0)),
+    "in place, then a view": lambda y, x: torch.zeros(12).fill_(2.0).view(3, 4).sum() + y.add(1).mul_(y).reshape(-1, 12),
+    "in place under no_grad": lambda y, x: y + _counted(x),
+    "in place, seen under another name": lambda y, x: _seen(y.mul(2), lambda z: z.contiguous()),
+    "masked in place": lambda y, x: y.clone().masked_fill_(y > 0, 0.0).clamp_(-1.0, 1.0),
     "losses": lambda y, x: F.mse_loss(y, y * 2) + F.nll_loss(y[:, 0].log_softmax(1), y[:, 1].argmax(1)),
     "class weights": lambda y, x: F.cross_entropy(y[:, 0], y[:, 1].argmax(1), weight=y[0, 0].detach().abs(), label_smoothing=0.1),
 }
 """The tensors are [4, 2, 8] and [4, 2, 12]."""
 WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "in place": lambda y, x: y.mul(2).add_(1.0),
-    "in place in a view": lambda y, x: torch.zeros(12).fill_(2.0) + y,
-    "in place under no_grad": lambda y, x: y + _counted(x),
+    "a part is written": lambda y, x: _written(y.mul(2), lambda z: z[..., :3].add_(1.0)),
+    "a view sees what is written": lambda y, x: _seen(y.mul(2), lambda z: z.view(-1, 12)),
+    "so does a composite one": lambda y, x: _seen(y.mul(2), lambda z: z.reshape(-1, 12)),
+    "a view is written": lambda y, x: _written(y.mul(2), lambda z: z.view(-1, 12).relu_()),
+    "dropout that drops nothing is its operand": lambda y, x: _written(y.mul(2), lambda z: F.dropout(z, 0.5, False).relu_()),
+    "a narrower tensor is written": lambda y, x: y.mul(2).add_(y.double().sum(0)),
+    "it ends gradients": lambda y, x: _written(y.mul(2), lambda z: z.detach_()) * y,
     "a branch": lambda y, x: torch.cond(x.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,)),
 }
+
+
+def _written(x: Tensor, write: Callable[[Tensor], Tensor]) -> Tensor:
+    write(x)
+    return x
+
+
+def _seen(x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    found = view(x)
+    x.add_(1.0)
+    return found * 2
 
 
 @torch.no_grad()

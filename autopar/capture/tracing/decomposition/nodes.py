@@ -1,5 +1,5 @@
-"""Composite operations taken apart node by node, in a graph that changes no tensor in place. Seen on torch 2.13.0: which of them
-`run_decompositions` keeps."""
+"""Composite operations taken apart node by node, and in-place operations on tensors without views. Seen on torch 2.13.0: which
+composite operations `run_decompositions` keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _MOST_LEVELS = 8
 
 
 class NotLocal(Exception):
-    """The graph changes tensors in place, reads numbers of them, or has control flow: it can only be traced as a whole."""
+    """The graph changes tensors in place of which it has views, reads numbers of them, or has control flow: it can only be traced
+    as a whole."""
 
 
 def decomposed_graph(module: fx.GraphModule, table: Table) -> fx.Graph:
@@ -45,28 +46,37 @@ class _Decomposition:
         for node in self.module.graph.nodes:
             _check(node)
         results = dict[fx.Node, Any]()
-        self.copy(self.module.graph, results, {}, 0)
+        self.copy(self.module, results, {}, 0)
         output = _output(self.module.graph)
         self.graph.node_copy(output, lambda node: results[node])
         self.graph.eliminate_dead_code()
         return self.graph
 
-    def copy(self, graph: fx.Graph, results: dict[fx.Node, Any], meta: Mapping[str, Any], level: int) -> None:
+    def copy(self, module: fx.GraphModule, results: dict[fx.Node, Any], meta: Mapping[str, Any], level: int) -> None:
         """Add the nodes of a graph, taken apart; `results` has what becomes of each, and has the placeholders of inner graphs."""
         if level > _MOST_LEVELS:
             raise NotLocal("operations that are made of themselves")
-        for node in graph.nodes:
+        aliases: dict[int, list[fx.Node]] = {}
+        for node in module.graph.nodes:
             if node.op == "placeholder" and node not in results:
                 results[node] = self.graph.node_copy(node)
+            elif node.op == "get_attr":
+                results[node] = getattr(module, str(node.target))
             elif node.op == "call_function":
+                storages = _storages(node)
+                written = aliases[storages[0]] if _is_in_place(node) else []
+                _check_no_views(written)
                 results[node] = self.node(node, results, {**node.meta, **meta}, level)
+                results.update(dict.fromkeys(written, results[node]))
+            for storage in _storages(node):
+                aliases.setdefault(storage, []).append(node)
 
     def node(self, node: fx.Node, results: Mapping[fx.Node, Any], meta: dict[str, Any], level: int) -> Any:
         """Return what becomes of a node: a node of the new graph, a number, or several of them."""
         _check(node)
         if _is_no_grad_region(node):
-            body = getattr(self.module, str(node.args[1].target))  # type: ignore[union-attr]
-            return self.inner(body.graph, _replaced(node.args[2:], results), meta, level)
+            _, body, *operands = _replaced(node.args, results)
+            return self.inner(body, operands, meta, level)
         if _is_number(node):
             return node.meta["val"]
         args, kwargs = _replaced(node.args, results), _replaced(dict(node.kwargs), results)
@@ -78,6 +88,8 @@ class _Decomposition:
             return None
         if node.target in self.table:
             return self.expanded(node, self.table[node.target], args, kwargs, meta, level)
+        if _is_in_place(node):
+            return self.written(node, args, kwargs, meta)
         if node.target in _COPIES:
             return self.call(aten.clone.default, args, {}, meta)
         if stays_whole(node.target):
@@ -96,12 +108,12 @@ class _Decomposition:
         made.meta = meta if val is None else {**meta, "val": val}
         return made
 
-    def inner(self, graph: fx.Graph, operands: Sequence[Any], meta: Mapping[str, Any], level: int) -> Any:
+    def inner(self, module: fx.GraphModule, operands: Sequence[Any], meta: Mapping[str, Any], level: int) -> Any:
         """Add the nodes of a graph in the place of one node, whose place in the source they take."""
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         results: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
-        self.copy(graph, results, {key: value for key, value in meta.items() if key != "val"}, level + 1)
-        return _replaced(_output(graph).args[0], results)
+        self.copy(module, results, {key: value for key, value in meta.items() if key != "val"}, level + 1)
+        return _replaced(_output(module.graph).args[0], results)
 
     def expanded(
         self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any, meta: dict[str, Any], level: int
@@ -132,7 +144,17 @@ class _Decomposition:
             return self.call(node.target, args, kwargs, meta)
         if any(each.op == "get_attr" for each in traced.graph.nodes):
             raise NotLocal(f"{node.target} with constants")
-        return self.inner(traced.graph, nodes, meta, level)
+        return self.inner(traced, nodes, meta, level)
+
+    def written(self, node: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
+        """Add the operation that gives what an in-place one writes."""
+        function, before = _functional(node), node.meta["val"]
+        operands, options = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        with before.fake_mode:
+            after = function(*operands, **options)
+        if after.dtype != before.dtype:
+            raise NotLocal(f"{node.target} of another dtype")
+        return self.call(function, args, kwargs, meta)
 
     def cast(self, node: fx.Node, x: fx.Node, meta: dict[str, Any]) -> fx.Node:
         """Add what ``x.to(...)`` or ``x.contiguous()`` does: nothing, a cast, or a copy."""
@@ -172,7 +194,8 @@ def _check(node: fx.Node) -> None:
         local = all(map(_is_no_grad_region, node.users))
     elif isinstance(target, torch._ops.OpOverload):
         number = isinstance(node.meta.get("val"), _NUMBERS)
-        local = (not target._schema.is_mutable or _is_constant(node)) and (not number or target in _SIZES)
+        changes = target._schema.is_mutable and not (_is_in_place(node) or _is_constant(node))
+        local = not changes and (not number or target in _SIZES)
     else:
         local = node.op != "call_function" or _is_no_grad_region(node) or target is operator.getitem or _is_number(node)
     if not local:
@@ -183,10 +206,41 @@ def _is_no_grad_region(node: fx.Node) -> bool:
     return str(node.target) == "wrap_with_set_grad_enabled"
 
 
+def _is_in_place(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _functional(node) is not None
+
+
 def _is_constant(node: fx.Node) -> bool:
     """Return whether this is the in-place operation of ``torch.tensor(...)``, whose tensor nobody else has."""
     x = node.args[0] if node.target is aten.detach_.default else None
     return isinstance(x, fx.Node) and x.target is aten.lift_fresh_copy.default
+
+
+def _functional(node: fx.Node) -> Any:
+    """Return the operation that gives what an in-place operation of tensors writes; None where torch has none of that name."""
+    target: Any = node.target
+    name = target.overloadpacket.__name__
+    packet = getattr(aten, name[:-1], None) if target.namespace == "aten" and name.endswith("_") else None
+    found = getattr(packet, target._overloadname, None)
+    return found if found is not None and not found._schema.is_mutable and not found.is_view else None
+
+
+def _check_no_views(aliases: Sequence[fx.Node]) -> None:
+    """NotLocal unless the first node made a tensor, and all others wrote it in place: nobody else sees what is written."""
+    if not aliases:
+        return
+    target = aliases[0].target
+    new = isinstance(target, torch._ops.OpOverload) and stays_whole(target) and not target.is_view
+    if not new or not all(map(_is_in_place, aliases[1:])):
+        raise NotLocal(f"views of a tensor that is changed in place: {aliases[0].target}")
+
+
+def _storages(node: fx.Node) -> list[int]:
+    """Return the storages of a node's tensors."""
+    val = node.meta.get("val")
+    tensors = val if isinstance(val, (tuple, list)) else [val]
+    return [each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)]
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import fx
 from torch._decomp import decomposition_table
 from torch._export import utils
 from torch._export.utils import _get_decomp_for_cia
@@ -22,7 +23,7 @@ from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
-from autopar.capture.tracing.decomposition.nodes import NotLocal, Table, decomposed_graph, stays_whole
+from autopar.capture.tracing.decomposition.nodes import NotLocal, Table, decomposed_graph
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -46,10 +47,10 @@ narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alia
 """Packets that torch's table of decompositions takes apart, without loss of gradients."""
 
 
-def decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
-    """Return the operations that `run_decompositions` takes apart in this program."""
+def decompositions(graph: fx.Graph) -> dict[Any, Callable[..., Any]]:
+    """Return the operations that `run_decompositions` takes apart in this graph."""
     out: dict[Any, Callable[..., Any]] = {}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         op = node.target
         if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op in out:
             continue
@@ -67,9 +68,9 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
     _fuse_nll_losses(program)
     table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets()}
     try:
-        if any(map(stays_whole, decompositions(program))):
-            raise NotLocal("operations that torch's tables take apart")
         graph = decomposed_graph(program.graph_module, table)
+        if further := decompositions(graph):
+            raise NotLocal(str(list(further)))
     except NotLocal:
         program = retraced(program, table, device)
     else:
@@ -80,11 +81,11 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
 
 def retraced(program: ExportedProgram, table: Table, device: torch.device) -> ExportedProgram:
     """Return the program as torch traces it with these decompositions and all of `decompositions`."""
-    taken = {**table, **decompositions(program)}
+    taken = {**table, **decompositions(program.graph)}
     with overrides_of(device):
         program = program.run_decompositions(taken)
         for _ in range(3):
-            further = {op: function for op, function in decompositions(program).items() if op not in taken}
+            further = {op: function for op, function in decompositions(program.graph).items() if op not in taken}
             if not further:
                 break
             taken |= further
