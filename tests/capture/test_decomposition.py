@@ -108,7 +108,7 @@ def text(arg: Any, numbers: dict[fx.Node, int]) -> str:
 
 
 def listing(graph: fx.Graph) -> list[str]:
-    """Each node that gives tensors: operation, arguments, shapes, module, place in the source, and whether it is no_grad."""
+    """Each node that gives tensors: operation, arguments, shapes, module, line, and whether it is under no_grad."""
     numbers: dict[fx.Node, int] = {}
     lines = []
     for node in graph.nodes:
@@ -121,7 +121,9 @@ def listing(graph: fx.Graph) -> list[str]:
             kwargs = [f"{key}={text(arg, numbers)}" for key, arg in sorted(node.kwargs.items()) if key not in HOST]
             modules = list((node.meta.get("nn_module_stack") or {}).values())
             no_grad = trace.NO_GRAD_MARK in (node.meta.get("custom") or {})
-            place = "" if node.target is operator.getitem else f"{modules[-1:]} {no_grad}"
+            # torch's operations of a region have lost theirs (`trace.mark_no_grad`)
+            source = [] if no_grad else (node.meta.get("stack_trace") or "").splitlines()[-2:]
+            place = "" if node.target is operator.getitem else f"{modules[-1:]} {source} {no_grad}"
             lines.append(f"{node.target} {text(node.args, numbers)} {kwargs} {text(val, numbers)} {place}")
         numbers[node] = len(numbers)
     return lines
