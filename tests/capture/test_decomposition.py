@@ -72,6 +72,8 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "so does a composite one": lambda y, x: _seen(y.mul(2), lambda z: z.reshape(-1, 12)),
     "a view is written": lambda y, x: _written(y.mul(2), lambda z: z.view(-1, 12).relu_()),
     "dropout that drops nothing is its operand": lambda y, x: _written(y.mul(2), lambda z: F.dropout(z, 0.5, False).relu_()),
+    "it sees what is written": lambda y, x: _seen(y.mul(2), lambda z: F.dropout(z, 0.5, False)),
+    "composite in place": lambda y, x: F.dropout(y.mul(2), 0.5, False, inplace=True) * y,
     "a narrower tensor is written": lambda y, x: y.mul(2).add_(y.double().sum(0)),
     "it ends gradients": lambda y, x: _written(y.mul(2), lambda z: z.detach_()) * y,
     "a branch": lambda y, x: torch.cond(x.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,)),

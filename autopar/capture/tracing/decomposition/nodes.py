@@ -68,8 +68,17 @@ class _Decomposition:
                 _check_no_views(written)
                 results[node] = self.node(node, results, {**node.meta, **meta}, level)
                 results.update(dict.fromkeys(written, results[node]))
-            for storage in _storages(node):
+            for storage in self.memory(node):
                 aliases.setdefault(storage, []).append(node)
+
+    def memory(self, node: fx.Node) -> set[int]:
+        """Return the storages that the tensors of a node are in, or may be: what torch does not say of operations that it takes
+        apart (dropout that drops nothing is its operand)."""
+        of, target = {*_storages(node)}, node.target
+        whole = isinstance(target, torch._ops.OpOverload) and stays_whole(target) and target not in self.table
+        if node.op == "call_function" and not whole:
+            of.update(storage for each in node.all_input_nodes for storage in _storages(each))
+        return of
 
     def node(self, node: fx.Node, results: Mapping[fx.Node, Any], meta: dict[str, Any], level: int) -> Any:
         """Return what becomes of a node: a node of the new graph, a number, or several of them."""
@@ -152,8 +161,8 @@ class _Decomposition:
         operands, options = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
         with before.fake_mode:
             after = function(*operands, **options)
-        if after.dtype != before.dtype:
-            raise NotLocal(f"{node.target} of another dtype")
+        if after.dtype != before.dtype or not stays_whole(function) or function in self.table:
+            raise NotLocal(f"{node.target} of another dtype, or composite")
         return self.call(function, args, kwargs, meta)
 
     def cast(self, node: fx.Node, x: fx.Node, meta: dict[str, Any]) -> fx.Node:
