@@ -68,6 +68,8 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
     _fuse_nll_losses(program)
     table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets()}
     try:
+        if torch.is_autocast_enabled(device.type):
+            raise NotLocal("casts of autocast")
         graph = decomposed_graph(program.graph_module, table)
         if further := decompositions(graph):
             raise NotLocal(str(list(further)))
