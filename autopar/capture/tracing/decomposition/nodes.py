@@ -35,7 +35,12 @@ def decomposed_graph(module: fx.GraphModule, table: Table) -> fx.Graph:
     """Return the graph of an exported program as `run_decompositions` gives it: what the table has, and composite operations that
     may return their operand, are taken apart, and regions under ``no_grad`` are part of the graph. Sizes are arguments of what
     reads them. NotLocal where that takes more than one node at a time."""
-    return _Decomposition(module, table).run()
+    try:
+        return _Decomposition(module, table).run()
+    except NotLocal:
+        raise
+    except Exception as error:  # torch's own tracing, of the whole program, is the judge
+        raise NotLocal(str(error)) from error
 
 
 class _Decomposition:
@@ -143,12 +148,9 @@ class _Decomposition:
             declined = result is NotImplemented
             return () if declined else result
 
-        try:
-            with values[0].fake_mode, enable_python_dispatcher():
-                # functions of the table call composite operations, which are kept; torch's own ones are made of views
-                traced = make_fx(run, pre_dispatch=node.target in self.table)(*values)
-        except Exception as error:  # torch's own tracing, of the whole program, is the judge
-            raise NotLocal(str(error)) from error
+        with values[0].fake_mode, enable_python_dispatcher():
+            # functions of the table call composite operations, which are kept; torch's own ones are made of views
+            traced = make_fx(run, pre_dispatch=node.target in self.table)(*values)
         if declined:
             return self.call(node.target, args, kwargs, meta)
         if any(each.op == "get_attr" for each in traced.graph.nodes):
@@ -184,12 +186,9 @@ class _Decomposition:
             return x  # of a single dimension
         given = node.target is aten.reshape.default and before.is_contiguous()
         sizes = args[1] if given else shape
-        try:
-            with before.fake_mode:
-                after = aten.reshape.default(before, shape)
-                copied = before if _is_view(after, before) else before.clone(memory_format=torch.contiguous_format)
-        except Exception as error:  # sizes that depend on data
-            raise NotLocal(str(error)) from error
+        with before.fake_mode:
+            after = aten.reshape.default(before, shape)
+            copied = before if _is_view(after, before) else before.clone(memory_format=torch.contiguous_format)
         if copied is before:
             return self.call(aten.view.default, (x, sizes), {}, meta, after)
         copy = self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format}, meta, copied)
@@ -216,8 +215,8 @@ def _is_no_grad_region(node: fx.Node) -> bool:
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _functional(node) is not None
+    one = isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), torch.Tensor)
+    return one and node.target._schema.is_mutable and _functional(node) is not None  # type: ignore[union-attr]
 
 
 def _is_constant(node: fx.Node) -> bool:
