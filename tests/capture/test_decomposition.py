@@ -57,6 +57,8 @@ LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sizes": lambda y, x: y.new_zeros(y.shape[0] * 2, y.shape[1] + 1).sum() + y / y.numel() + y.mT.sum(),
     "dropout": lambda y, x: F.dropout(y, 0.5, training=False) + F.dropout(y, 0.0),
     "a constant": lambda y, x: y * torch.tensor([1.0, 2.0, 3.0]).sum(),
+    "other names": lambda y, x: torch.concat([y, y.multiply(x.sum()).negative()]).clip(-1.0, 1.0).subtract(1).absolute(),
+    "comparisons": lambda y, x: torch.concatenate([y * y.greater(0.0), y * y.less_equal(y + 1).not_equal(False)], -1),
     "in place": lambda y, x: _written(y.mul(2), lambda z: z.add_(x.sum()).relu_().mul_(2.0)),
     "in place, then a view": lambda y, x: torch.zeros(12).fill_(2.0).view(3, 4).sum() + y.add(1).mul_(y).reshape(-1, 12),
     "in place under no_grad": lambda y, x: y + _counted(x),

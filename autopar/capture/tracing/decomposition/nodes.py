@@ -22,6 +22,11 @@ _CASTS = frozenset({"to", "type_as", "contiguous"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten", "view_as", "reshape_as"})
 _SIZES = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
 _COPIES = frozenset({aten.lift_fresh_copy.default, aten.resolve_conj.default, aten.resolve_neg.default})
+_OTHER_NAMES = frozenset(
+    {"concat", "concatenate", "absolute", "clip", "divide", "greater", "greater_equal", "less", "less_equal", "multiply"}
+    | {"negative", "not_equal", "subtract"}
+)
+"""Composite operations that are one other operation, which is not composite."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _MOST_LEVELS = 8
 
@@ -106,9 +111,9 @@ class _Decomposition:
             return self.written(node, args, kwargs, meta)
         if node.target in _COPIES:
             return self.call(aten.clone.default, args, {}, meta)
-        if stays_whole(node.target):
+        name, x = getattr(getattr(node.target, "overloadpacket", None), "__name__", ""), args[0] if args else None
+        if stays_whole(node.target) and name not in _OTHER_NAMES:
             return self.call(node.target, args, kwargs, meta)
-        name, x = node.target.overloadpacket.__name__, args[0] if args else None  # type: ignore[union-attr]
         if name in _CASTS and isinstance(x, fx.Node):
             return self.cast(node, x, meta)
         if name in _RESHAPES and isinstance(x, fx.Node):
