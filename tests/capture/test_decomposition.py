@@ -151,6 +151,7 @@ def listings_of(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(trace, "decomposed", compare)
     capture(model, *inputs)
+    assert listings
     return listings
 
 

@@ -32,8 +32,8 @@ _MOST_LEVELS = 8
 
 
 class NotLocal(Exception):
-    """The graph changes tensors in place of which it has views, reads numbers of them, or has control flow: it can only be traced
-    as a whole."""
+    """The graph is traced as a whole: it changes tensors in place of which it has views, reads numbers of them, has control flow
+    or autocast, or one of its operations could not be taken apart alone."""
 
 
 def decomposed_graph(module: fx.GraphModule, table: Table) -> fx.Graph:
