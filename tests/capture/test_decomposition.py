@@ -18,8 +18,9 @@ from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing import trace
-from autopar.capture.tracing.decomposition.nodes import NotLocal, decomposed_graph
+from autopar.capture.tracing.decomposition.nodes import decomposed_graph
 from autopar.capture.tracing.decomposition.program import decomposed, retraced
+from autopar.capture.tracing.decomposition.writes import NotLocal
 from autopar.capture.tracing.places import is_assertion
 
 HOST = ("device", "layout", "pin_memory")
@@ -64,12 +65,16 @@ LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "in place under no_grad": lambda y, x: y + _counted(x),
     "in place, seen under another name": lambda y, x: _seen(y.mul(2), lambda z: z.contiguous()),
     "masked in place": lambda y, x: y.clone().masked_fill_(y > 0, 0.0).clamp_(-1.0, 1.0),
+    "a part is written": lambda y, x: _written(y.mul(2), lambda z: z[..., :3].add_(1.0)),
+    "a part of a part": lambda y, x: _written(y.mul(2), lambda z: z[1:, 0][..., 2:6].mul_(x.sum())),
+    "parts read after another was written": lambda y, x: _parts(y.mul(2)),
+    "the labels, shifted": lambda y, x: _shifted(x),
     "losses": lambda y, x: F.mse_loss(y, y * 2) + F.nll_loss(y[:, 0].log_softmax(1), y[:, 1].argmax(1)),
     "class weights": lambda y, x: F.cross_entropy(y[:, 0], y[:, 1].argmax(1), weight=y[0, 0].detach().abs(), label_smoothing=0.1),
 }
 """The tensors are [4, 2, 8] and [4, 2, 12]."""
 WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a part is written": lambda y, x: _written(y.mul(2), lambda z: z[..., :3].add_(1.0)),
+    "a composite part is written": lambda y, x: _written(y.mul(2), lambda z: z.narrow(-1, 2, 4).add_(1.0)),
     "a view sees what is written": lambda y, x: _seen(y.mul(2), lambda z: z.view(-1, 12)),
     "so does a composite one": lambda y, x: _seen(y.mul(2), lambda z: z.reshape(-1, 12)),
     "a view is written": lambda y, x: _written(y.mul(2), lambda z: z.view(-1, 12).relu_()),
@@ -91,6 +96,23 @@ def _seen(x: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
     found = view(x)
     x.add_(1.0)
     return found * 2
+
+
+def _parts(x: Tensor) -> Tensor:
+    part, row = x[..., 1:5], x[0]
+    whole = part.sum() + x.relu()
+    part[1:] = 3.0
+    row *= part[2].sum()
+    x[:, 1] += 1.0
+    return whole * row * part.sum() + x
+
+
+def _shifted(x: Tensor) -> Tensor:
+    """As T5 and BART make the decoder's tokens."""
+    y = x.new_zeros(x.shape)
+    y[:, 1:] = x[:, :-1].clone()
+    y[:, 0] = 0.5
+    return y.masked_fill_(y > 0.75, 1.0)
 
 
 @torch.no_grad()
@@ -133,6 +155,47 @@ def listing(graph: fx.Graph) -> list[str]:
     return lines
 
 
+class Counters(nn.Module):
+    """Batch norms, and buffers that are written, whole and in part, and read before and after."""
+
+    def __init__(self, run: Callable[[Counters, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.run = nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), run
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, self.conv(x)).sum()
+
+
+def _row(model: Counters, y: Tensor) -> Tensor:
+    rows = model.rows.sum()
+    with torch.no_grad():
+        mean = y.mean((0, 2))
+    model.rows[:, 0] = mean
+    model.rows[1].mul_(2.0)
+    return y + rows + model.rows[2].sum()
+
+
+def _counted_twice(model: Counters, y: Tensor) -> Tensor:
+    model.steps += 1
+    y = y * model.steps
+    model.steps.mul_(2.0)
+    return y + model.steps
+
+
+COUNTERS: dict[str, Callable[[Counters, Tensor], Tensor]] = {
+    "batch norm": lambda model, y: model.norm(y).relu_(),
+    "batch norm, twice": lambda model, y: model.norm(model.norm(y) * 2.0),
+    "batch norm that does not count": lambda model, y: F.batch_norm(
+        y, model.norm.running_mean, model.norm.running_var, training=True
+    ),
+    "batch norm in evaluation": lambda model, y: F.batch_norm(y, model.norm.running_mean, model.norm.running_var),
+    "batch norm of the batch": lambda model, y: F.batch_norm(y, None, None, training=True),
+    "rows": _row,
+    "steps": _counted_twice,
+}
+
 Listings = tuple[list[str] | None, list[str]]
 
 
@@ -144,7 +207,7 @@ def listings_of(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPatch) 
         table = {**batch_norms(local), **loss_functions(), **recurrent_nets()}
         theirs = listing(retraced(program, table, device).graph)
         try:
-            listings.append((listing(decomposed_graph(program.graph_module, table)), theirs))
+            listings.append((listing(decomposed_graph(program, table)[0]), theirs))
         except NotLocal:
             listings.append((None, theirs))
         return decomposed(program, device, local)
@@ -158,6 +221,13 @@ def listings_of(model: nn.Module, inputs: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", LINES)
 def test_lines_are_as_torch_traces_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in listings_of(Lines(LINES[name]), ((torch.rand(4, 2, 8),), {}), monkeypatch):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+@pytest.mark.parametrize("batch_norm", ("global", "local"))
+def test_buffers_are_written_as_torch_writes_them(name: str, batch_norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ours, theirs in listings_of(Counters(COUNTERS[name]), ((torch.rand(4, 2, 8),), {}), monkeypatch):
         assert ours == theirs
 
 

@@ -1,4 +1,5 @@
 """Takes apart what export keeps whole, so that rules need not know it.
 
-Start with `program.decomposed`. `nodes` takes a graph apart where it stands; what it cannot is traced again by torch.
+Start with `program.decomposed`. `nodes` takes a graph apart where it stands, `writes` what it changes in
+place; what they cannot is traced again by torch.
 """

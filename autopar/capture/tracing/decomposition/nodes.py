@@ -1,19 +1,22 @@
-"""Composite operations taken apart node by node, and in-place operations on tensors without views. Seen on torch 2.13.0: which
-composite operations `run_decompositions` keeps."""
+"""Composite operations taken apart node by node, and in-place operations (`writes`). Seen on torch 2.13.0: which composite
+operations `run_decompositions` keeps."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.capture.tracing.decomposition.writes import NotLocal, Writes, functional, is_in_place, replaced, stays_whole
 
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -31,17 +34,13 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _MOST_LEVELS = 8
 
 
-class NotLocal(Exception):
-    """The graph is traced as a whole: it changes tensors in place of which it has views, reads numbers of them, has control flow
-    or autocast, or one of its operations could not be taken apart alone."""
-
-
-def decomposed_graph(module: fx.GraphModule, table: Table) -> fx.Graph:
-    """Return the graph of an exported program as `run_decompositions` gives it: what the table has, and composite operations that
-    may return their operand, are taken apart, and regions under ``no_grad`` are part of the graph. Sizes are arguments of what
-    reads them. NotLocal where that takes more than one node at a time."""
+def decomposed_graph(program: ExportedProgram, table: Table) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """Return the graph of an exported program as `run_decompositions` gives it, and its first results: the new values of the
+    buffers that are written, by name. What the table has, and composite operations that may return their operand, are taken
+    apart, and regions under ``no_grad`` are part of the graph. Sizes are arguments of what reads them. NotLocal where that takes
+    more than one node at a time."""
     try:
-        return _Decomposition(module, table).run()
+        return _Decomposition(program.graph_module, table).run(program.graph_signature.inputs_to_buffers)
     except NotLocal:
         raise
     except Exception as error:  # torch's own tracing, of the whole program, is the judge
@@ -52,53 +51,47 @@ class _Decomposition:
     def __init__(self, module: fx.GraphModule, table: Table) -> None:
         self.module, self.table, self.graph = module, table, fx.Graph()
 
-    def run(self) -> fx.Graph:
-        for node in self.module.graph.nodes:
+    def run(self, buffers: Mapping[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+        nodes = list(self.module.graph.nodes)
+        for node in nodes:
             _check(node)
-        results = dict[fx.Node, Any]()
-        self.copy(self.module, results, {}, 0)
-        output = _output(self.module.graph)
-        self.graph.node_copy(output, lambda node: results[node])
+        names = {node: buffers[node.name] for node in nodes if node.op == "placeholder" and node.name in buffers}
+        results = {node: self.graph.node_copy(node) for node in nodes if node.op == "placeholder"}
+        before = dict(results)
+        self.copy(self.module, results, {}, 0, names)
+        written = {name: results[node] for node, name in names.items() if results[node] is not before[node]}
+        outputs = replaced(output_node(self.module.graph).args[0], results)
+        self.graph.output((*written.values(), *outputs))
         self.graph.eliminate_dead_code()
-        return self.graph
+        return self.graph, written
 
-    def copy(self, module: fx.GraphModule, results: dict[fx.Node, Any], meta: Mapping[str, Any], level: int) -> None:
-        """Add the nodes of a graph, taken apart; `results` has what becomes of each, and has the placeholders of inner graphs."""
+    def copy(
+        self, module: fx.GraphModule, results: dict[fx.Node, Any], meta: Mapping[str, Any], level: int,
+        buffers: Iterable[fx.Node] = (),
+    ) -> None:  # fmt: skip
+        """Add the nodes of a graph, taken apart; `results` has the placeholders, and then what becomes of each node."""
         if level > _MOST_LEVELS:
             raise NotLocal("operations that are made of themselves")
-        aliases: dict[int, list[fx.Node]] = {}
+        writes = Writes(results, buffers, self.table)
         for node in module.graph.nodes:
-            if node.op == "placeholder" and node not in results:
-                results[node] = self.graph.node_copy(node)
-            elif node.op == "get_attr":
+            now = {**node.meta, **meta}
+            writes.refresh(node.all_input_nodes, partial(self.call, kwargs={}, meta=now))
+            if node.op == "get_attr":
                 results[node] = getattr(module, str(node.target))
             elif node.op == "call_function":
-                storages = _storages(node)
-                written = aliases[storages[0]] if _is_in_place(node) else []
-                _check_no_views(written)
-                results[node] = self.node(node, results, {**node.meta, **meta}, level)
-                results.update(dict.fromkeys(written, results[node]))
-            for storage in self.memory(node):
-                aliases.setdefault(storage, []).append(node)
+                results[node] = self.node(node, writes, now, level)
+            writes.add(node)
 
-    def memory(self, node: fx.Node) -> set[int]:
-        """Return the storages that the tensors of a node are in, or may be: what torch does not say of operations that it takes
-        apart (dropout that drops nothing is its operand)."""
-        of, target = {*_storages(node)}, node.target
-        whole = isinstance(target, torch._ops.OpOverload) and stays_whole(target) and target not in self.table
-        if node.op == "call_function" and not whole:
-            of.update(storage for each in node.all_input_nodes for storage in _storages(each))
-        return of
-
-    def node(self, node: fx.Node, results: Mapping[fx.Node, Any], meta: dict[str, Any], level: int) -> Any:
+    def node(self, node: fx.Node, writes: Writes, meta: dict[str, Any], level: int) -> Any:
         """Return what becomes of a node: a node of the new graph, a number, or several of them."""
         _check(node)
+        results = writes.results
         if _is_no_grad_region(node):
-            _, body, *operands = _replaced(node.args, results)
+            _, body, *operands = replaced(node.args, results)
             return self.inner(body, operands, meta, level)
         if _is_number(node):
             return node.meta["val"]
-        args, kwargs = _replaced(node.args, results), _replaced(dict(node.kwargs), results)
+        args, kwargs = replaced(node.args, results), replaced(dict(node.kwargs), results)
         if _is_constant(node):
             return args[0]
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
@@ -107,8 +100,17 @@ class _Decomposition:
             return None
         if node.target in self.table:
             return self.expanded(node, self.table[node.target], args, kwargs, meta, level)
-        if _is_in_place(node):
-            return self.written(node, args, kwargs, meta)
+        if is_in_place(node):
+            tensor = node.all_input_nodes[0]
+            writes.write(tensor, self.written(node, args, kwargs, meta), partial(self.call, kwargs={}, meta=meta))
+            return results[tensor]
+        if node.target is aten.batch_norm.default and args[3] is not None and args[5]:
+            function = aten._native_batch_norm_legit_functional.default
+            result, _, _, *statistics = self.expanded(node, self.table[function], args[:-1], kwargs, meta, level)
+            running: Any = node.args[3:5]
+            for buffer, value in zip(running, statistics, strict=True):
+                writes.write(buffer, value, partial(self.call, kwargs={}, meta=meta))
+            return result
         if node.target in _COPIES:
             return self.call(aten.clone.default, args, {}, meta)
         name, x = getattr(getattr(node.target, "overloadpacket", None), "__name__", ""), args[0] if args else None
@@ -132,7 +134,7 @@ class _Decomposition:
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         results: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
         self.copy(module, results, {key: value for key, value in meta.items() if key != "val"}, level + 1)
-        return _replaced(_output(module.graph).args[0], results)
+        return replaced(output_node(module.graph).args[0], results)
 
     def expanded(
         self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any, meta: dict[str, Any], level: int
@@ -164,7 +166,7 @@ class _Decomposition:
 
     def written(self, node: fx.Node, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
         """Add the operation that gives what an in-place one writes."""
-        function, before = _functional(node), node.meta["val"]
+        function, before = functional(node), node.meta["val"]
         operands, options = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
         with before.fake_mode:
             after = function(*operands, **options)
@@ -207,7 +209,7 @@ def _check(node: fx.Node) -> None:
         local = all(map(_is_no_grad_region, node.users))
     elif isinstance(target, torch._ops.OpOverload):
         number = isinstance(node.meta.get("val"), _NUMBERS)
-        changes = target._schema.is_mutable and not (_is_in_place(node) or _is_constant(node))
+        changes = target._schema.is_mutable and not (is_in_place(node) or _is_constant(node))
         local = not changes and (not number or target in _SIZES)
     else:
         local = node.op != "call_function" or _is_no_grad_region(node) or target is operator.getitem or _is_number(node)
@@ -219,60 +221,20 @@ def _is_no_grad_region(node: fx.Node) -> bool:
     return str(node.target) == "wrap_with_set_grad_enabled"
 
 
-def _is_in_place(node: fx.Node) -> bool:
-    one = isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), torch.Tensor)
-    return one and node.target._schema.is_mutable and _functional(node) is not None  # type: ignore[union-attr]
-
-
 def _is_constant(node: fx.Node) -> bool:
     """Return whether this is the in-place operation of ``torch.tensor(...)``, whose tensor nobody else has."""
     x = node.args[0] if node.target is aten.detach_.default else None
     return isinstance(x, fx.Node) and x.target is aten.lift_fresh_copy.default
 
 
-def _functional(node: fx.Node) -> Any:
-    """Return the operation that gives what an in-place operation of tensors writes; None where torch has none of that name."""
-    target: Any = node.target
-    name = target.overloadpacket.__name__
-    packet = getattr(aten, name[:-1], None) if target.namespace == "aten" and name.endswith("_") else None
-    found = getattr(packet, target._overloadname, None)
-    return found if found is not None and not found._schema.is_mutable and not found.is_view else None
-
-
-def _check_no_views(aliases: Sequence[fx.Node]) -> None:
-    """NotLocal unless the first node made a tensor, and all others wrote it in place: nobody else sees what is written."""
-    if not aliases:
-        return
-    target = aliases[0].target
-    new = isinstance(target, torch._ops.OpOverload) and stays_whole(target) and not target.is_view
-    if not new or not all(map(_is_in_place, aliases[1:])):
-        raise NotLocal(f"views of a tensor that is changed in place: {aliases[0].target}")
-
-
-def _storages(node: fx.Node) -> list[int]:
-    """Return the storages of a node's tensors."""
-    val = node.meta.get("val")
-    tensors = val if isinstance(val, (tuple, list)) else [val]
-    return [each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)]
-
-
 def _is_number(node: fx.Node) -> bool:
     return node.target is not operator.getitem and isinstance(node.meta.get("val"), _NUMBERS)
-
-
-def stays_whole(target: Any) -> bool:
-    """Return whether an operation stays as it is: composite ones do, unless what they give may be what they take."""
-    return not (isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target))
 
 
 def _is_view(after: torch.Tensor, before: torch.Tensor) -> bool:
     return after is before or after.untyped_storage()._cdata == before.untyped_storage()._cdata
 
 
-def _output(graph: fx.Graph) -> fx.Node:
+def output_node(graph: fx.Graph) -> fx.Node:
     found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
     return found
-
-
-def _replaced(args: Any, results: Mapping[fx.Node, Any]) -> Any:
-    return fx.node.map_arg(args, lambda node: results[node])

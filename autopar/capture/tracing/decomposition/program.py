@@ -1,8 +1,8 @@
 """Operations that export keeps whole and that are made of others: they are taken apart, so that rules need not know them. Batch
 norms and losses are taken apart into sums over the batch (`normalize.batch_norm`, `normalize.loss_functions`).
 
-Torch's `run_decompositions` traces a program twice more, which took more than half of a capture. In a graph without in-place
-operations and control flow each operation is taken apart where it stands; all others are traced."""
+Torch's `run_decompositions` traces a program twice more, which took more than half of a capture. Each operation is taken apart
+where it stands; a graph where that cannot be is traced (`writes.NotLocal`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from torch._decomp import decomposition_table
 from torch._export import utils
 from torch._export.utils import _get_decomp_for_cia
 from torch.export import ExportedProgram, exported_program
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
-from autopar.capture.tracing.decomposition.nodes import NotLocal, Table, decomposed_graph
+from autopar.capture.tracing.decomposition.nodes import Table, decomposed_graph
+from autopar.capture.tracing.decomposition.writes import NotLocal
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -70,13 +72,16 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
     try:
         if torch.is_autocast_enabled(device.type):
             raise NotLocal("casts of autocast")
-        graph = decomposed_graph(program.graph_module, table)
+        graph, buffers = decomposed_graph(program, table)
         if further := decompositions(graph):
             raise NotLocal(str(list(further)))
     except NotLocal:
         program = retraced(program, table, device)
     else:
         program.graph_module.graph = graph
+        program.graph_signature.output_specs[:0] = [
+            OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(node.name), buffer) for buffer, node in buffers.items()
+        ]
     drop_checks(program)
     return program
 
