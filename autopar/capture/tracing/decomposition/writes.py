@@ -37,7 +37,7 @@ class Writes:
         """Note the memory of a node's tensors, or where they may be: what torch does not say of operations that it takes apart
         (dropout that drops nothing is its operand)."""
         storages = {*_storages(node)}
-        if node.op == "call_function" and not self.is_known(node.target):
+        if node.op == "call_function" and not self.tells_memory(node.target):
             storages.update(storage for each in node.all_input_nodes for storage in _storages(each))
         for storage in storages:
             self.members.setdefault(storage, []).append(node)
@@ -76,9 +76,9 @@ class Writes:
 
     def is_owner(self, root: fx.Node) -> bool:
         """Return whether a tensor's memory is its own: an operation made it, or it is a buffer."""
-        return root in self.buffers or (self.is_known(root.target) and not root.target.is_view)  # type: ignore[union-attr]
+        return root in self.buffers or (self.tells_memory(root.target) and not root.target.is_view)  # type: ignore[union-attr]
 
-    def is_known(self, target: Any) -> bool:
+    def tells_memory(self, target: Any) -> bool:
         """Return whether torch says whose memory an operation's result is in."""
         if target is aten.batch_norm.default:  # made of others, and never its operand
             return True
