@@ -79,6 +79,7 @@ def fake_tensors() -> Iterator[Callable[[nn.Module, torch.dtype | None], nn.Modu
     """While active, `torch.export` works on fake tensors of one mode. Yields what makes a copy of a model in this mode."""
     environment = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True, export=True)
+    mode.cache_enabled = False  # a layer is traced once: to keep its results costs more than they save, a sixth of an export
 
     def fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         return _fake_copy(model, dtype, mode)
