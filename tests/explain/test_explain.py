@@ -110,7 +110,7 @@ def test_changes_are_priced_by_the_evaluator(planned) -> None:
 
 def test_a_question_is_planned_again(planned) -> None:
     graph, cluster, found = planned
-    changed, answer = plan_what_if(graph, cluster, SearchOptions(), parse_what_if("tp=2,batch=16"))
+    changed, answer = plan_what_if(graph, cluster, SearchOptions(), parse_what_if("tp=2,pp=1,batch=16"))
     assert answer.candidate.mesh.size_of("tp") == 2 and answer.candidate.batch == 16 and changed == cluster
     larger, wide = plan_what_if(graph, cluster, SearchOptions(), WhatIf(Force({"tp": 2, "pp": 1}), nodes=2, batch=16))
     assert larger.size == 16 == wide.candidate.devices == wide.candidate.mesh.size

@@ -179,7 +179,7 @@ def test_no_pipeline_for_eight_billion_parameters_on_one_node() -> None:
 
 
 def test_nodes_on_a_slow_network_are_stages_and_the_one_with_the_head_has_fewer_layers() -> None:
-    graph = gpt2_graph(layers=24, hidden=1024, heads=16, batch=64, dtype="bfloat16")
+    graph = gpt2_graph(layers=24, hidden=1024, heads=16, batch=16, dtype="bfloat16")
     result = found(graph, slow_nodes(2), precision=BF16)
     pipeline = result.candidate.pipeline
     assert pipeline.stages > 1
