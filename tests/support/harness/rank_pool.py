@@ -21,6 +21,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -216,6 +217,9 @@ class _Processes:
             raise kind("\n".join(f"rank {rank}: {text}" for rank, text in bad))
         late = [rank for rank, answer in enumerate(answers) if answer is None]
         if late:
+            for rank in late:
+                os.kill(self.processes[rank].pid, signal.SIGABRT)  # faulthandler writes to stderr where each thread is
+            time.sleep(0.5)
             raise RankError(f"ranks {late} gave no answer for {address} within {timeout:g} s")
         self.groups = max(answer[2] for answer in answers if answer is not None)
         return [answer[1] for answer in answers if answer is not None]
