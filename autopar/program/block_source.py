@@ -231,5 +231,5 @@ class _Forward:
     def _updates(self) -> list[str]:
         if not self.block.updates:
             return []
-        lines = ["if self.training:", f"{INDENT}with torch.no_grad():"]
-        return lines + [f"{INDENT * 2}{self._name(buffer)}.copy_({self._name(value)})" for buffer, value in self.block.updates]
+        lines = (f"{INDENT}{self._name(buffer)}.copy_({self._name(value)})" for buffer, value in self.block.updates)
+        return ["with torch.no_grad():", *lines]

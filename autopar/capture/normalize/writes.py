@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes, size_args
+from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rename_operands, rewrite_nodes, size_args
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, Ref
+from autopar.operations.pointwise import CLONE
 
 _COMPLEX = ("complex64", "complex128")
 WrittenSlice = tuple[int, int, str]
@@ -85,3 +86,34 @@ def filled(flat: FlatGraph) -> FlatGraph:
         return whole
 
     return rewrite_nodes(flat, step)
+
+
+def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
+    """Buffers that are written are copied where their old values are needed afterwards: by a backward (a queue of keys that the
+    loss reads), and by another buffer (``self.before, self.now = self.now, y``). Each new value is the result of an operation
+    (``self.last.copy_(x)``)."""
+    graph = Lookup(flat)
+    copies: dict[str, str] = {}
+
+    def copied(name: str, module: str) -> list[Node]:
+        if name in copies:
+            return []
+        copies[name] = f"{name}_before"
+        value = replace(graph.values[name], name=copies[name], differentiable=False)
+        return [Node(CLONE, (Ref(name),), (), (value,), module=module)]
+
+    def step(node: Node) -> Rewritten | None:
+        old = [name for name in node.operands() if name in graph.written]
+        if not old or not any(each.differentiable for each in node.outputs):
+            return None
+        clones = [clone for name in old for clone in copied(name, node.module)]
+        return (*clones, rename_operands(node, {name: copies[name] for name in old})), {}
+
+    flat = rewrite_nodes(flat, step)
+    nodes, updates = list(flat.nodes), []
+    for buffer, name in flat.updates:
+        if name not in graph.producers or name in graph.written:
+            nodes += copied(name, buffer.rpartition(".")[0])
+            name = copies[name]
+        updates.append((buffer, name))
+    return replace(flat, nodes=tuple(nodes), updates=tuple(updates))

@@ -19,6 +19,7 @@ from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
+from autopar.capture.tracing.buffers import assigned_buffers, refuse_shared_buffers
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
@@ -114,7 +115,7 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        with VarlenAttention(under_mask(self.examples(batch))):
+        with VarlenAttention(under_mask(self.examples(batch))), assigned_buffers(self.module):
             result, record = call_recorded(self.module, lambda: self.module(**arguments))
         self.note(record)
         result = result if loss_fn is None else loss_fn(result, target)
@@ -172,6 +173,7 @@ def trace(
                 continue
             form, paths, left_out = attempt.forms[-1]
             refuse_counters(attempt.export, attempt.records)
+            refuse_shared_buffers(model, program)
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
                 program=program,

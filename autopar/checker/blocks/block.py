@@ -67,10 +67,12 @@ class BlockProof:
                 self._with(statement)
             elif isinstance(statement, ast.Return) and last and statement.value is not None and not self.result.outputs:
                 self._return(statement)
-            elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "self.training" and not statement.orelse:
-                self._updates(statement)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                self._saved_elsewhere(statement.value)
+                function = statement.value.func
+                if isinstance(function, ast.Attribute) and function.attr == "copy_":
+                    self._update(statement.value, function.value)
+                else:
+                    self._saved_elsewhere(statement.value)
             else:
                 raise refuse(statement, f"{ast.unparse(statement).splitlines()[0][:60]} is no line of a block")
         if outermost and not self.result.outputs:
@@ -95,22 +97,17 @@ class BlockProof:
             raise refuse(statement, "a block returns tensors, after their conversions have ended")
         self.result.outputs = tuple(found)
 
-    def _updates(self, statement: ast.If) -> None:
-        """``if self.training: with torch.no_grad(): self.running_mean.copy_(mean)``."""
-        (inner,) = statement.body if len(statement.body) == 1 else (statement,)
-        if not isinstance(inner, ast.With) or ast.unparse(inner.items[0].context_expr) != "torch.no_grad()":
-            raise refuse(statement, "a mode decides updates of buffers only")
-        for each in inner.body:
-            call = each.value if isinstance(each, ast.Expr) else None
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "copy_":
-                raise refuse(each, "buffers are updated by copy_ only")
-            buffer, new = self.reader.value(call.func.value), self.reader.value(call.args[0])
-            wanted = {self.captured.name(b): self.captured.name(v) for b, v in self.captured.block.updates}
-            if wanted.get(buffer.value) != new.value:
-                raise refuse(each, f"the model does not write {new.value} into this buffer")
-            if not alike(buffer.kinds, new.kinds):
-                raise refuse(each, f"the buffer is {words(self.axes, buffer.kinds)}, its new value {words(self.axes, new.kinds)}")
-            self.updates[buffer.value] = new.value
+    def _update(self, call: ast.Call, target: ast.expr) -> None:
+        """``self.running_mean.copy_(mean)``, without gradients."""
+        if torch.is_grad_enabled() or len(call.args) != 1 or call.keywords:
+            raise refuse(call, "buffers are updated by copy_ under torch.no_grad() only")
+        buffer, new = self.reader.value(target), self.reader.value(call.args[0])
+        wanted = {self.captured.name(b): self.captured.name(v) for b, v in self.captured.block.updates}
+        if wanted.get(buffer.value) != new.value:
+            raise refuse(call, f"the model does not write {new.value} into this buffer")
+        if not alike(buffer.kinds, new.kinds):
+            raise refuse(call, f"the buffer is {words(self.axes, buffer.kinds)}, its new value {words(self.axes, new.kinds)}")
+        self.updates[buffer.value] = new.value
 
     def _saved_elsewhere(self, call: ast.Call) -> None:
         """``recompute.offload(x)``, ``recompute.partition(x, tp)``."""

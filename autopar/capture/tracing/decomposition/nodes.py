@@ -75,7 +75,9 @@ class _Decomposition:
         writes = Writes(results, buffers, self.table)
         for node in module.graph.nodes:
             now = {**node.meta, **meta}
-            writes.refresh(node.all_input_nodes, partial(self.call, kwargs={}, meta=now))
+            for read in node.all_input_nodes:  # a slice may be one that gradients flow through, in a region under no_grad too
+                own = {**now, "custom": {**read.meta, **meta}.get("custom")}
+                writes.refresh(read, partial(self.call, kwargs={}, meta=own))
             if node.op == "get_attr":
                 results[node] = getattr(module, str(node.target))
             elif node.op == "call_function":

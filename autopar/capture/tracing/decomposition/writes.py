@@ -42,13 +42,12 @@ class Writes:
         for storage in storages:
             self.members.setdefault(storage, []).append(node)
 
-    def refresh(self, nodes: Iterable[fx.Node], call: Call) -> None:
+    def refresh(self, node: fx.Node, call: Call) -> None:
         """Slice again what is older than the tensor that it is a slice of."""
-        for node in nodes:
-            if node in self.old:
-                *views, root = _chain(node)
-                self.results[node] = self.slices(views, self.results[root], call)[-1]
-                self.old.discard(node)
+        if node in self.old:
+            *views, root = _chain(node)
+            self.results[node] = self.slices(views, self.results[root], call)[-1]
+            self.old.discard(node)
 
     def slices(self, views: Sequence[fx.Node], root: fx.Node, call: Call) -> list[fx.Node]:
         """Return the tensor, its slice, the slice of that, ...: all of `views`, of which the first is the innermost."""
@@ -72,7 +71,7 @@ class Writes:
                 self.old.add(node)
             else:
                 self.results[node] = value
-        self.refresh([tensor], call)
+        self.refresh(tensor, call)
 
     def is_owner(self, root: fx.Node) -> bool:
         """Return whether a tensor's memory is its own: an operation made it, or it is a buffer."""

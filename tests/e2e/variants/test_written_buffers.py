@@ -1,0 +1,158 @@
+"""Buffers that a forward writes: in place, in slices, and by assignment, in training and in evaluation, equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+
+class Buffers(nn.Module):
+    """A linear, and buffers that `run` writes and reads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.run, self.linear, self.norm = RUNS[name], nn.Linear(8, 8), nn.BatchNorm1d(8)
+        for name in ("before", "now"):
+            self.register_buffer(name, torch.linspace(0.0, 1.0, 8))
+        self.register_buffer("queue", torch.linspace(-1.0, 1.0, 48).view(8, 6))
+        self.register_buffer("last", torch.ones(8, 8))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x, self.linear(x)).mean()
+
+
+def average(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    model.now = 0.9 * model.now + 0.1 * y.detach().mean(0)
+    return y * model.now
+
+
+def shifted(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    model.before, model.now = model.now, y.detach().mean(0)
+    return y * model.before + y.square() * model.now
+
+
+def shifted_in_place(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    model.before.copy_(model.now)
+    model.now.copy_(y.detach().mean(0))
+    return y * model.before + model.now
+
+
+def exchanged(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    model.before, model.now = model.now, model.before + 1
+    return y * model.before + y.square() * model.now
+
+
+def queue(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    """As MoCo: logits of the keys of before."""
+    logits = y @ model.queue.clone()
+    with torch.no_grad():
+        model.queue[:, :2] = y[:2].T
+        model.queue[:, 2:] *= 0.5
+    return logits.square()
+
+
+def row(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    result = y * model.queue[:, 1].clone()
+    model.queue[3] = y.detach().mean()
+    return result
+
+
+def batch_of_before(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    result = y * model.last.clone()
+    model.last.copy_(x)
+    return result
+
+
+def count(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    """Evaluation counts too."""
+    model.steps += 1
+    return model.norm(y) * (model.steps / 10).clamp(max=1)
+
+
+def slice_of_before(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    """Read under no_grad first, after its tensor was written: gradients flow through it all the same."""
+    z = y * 2
+    first, rest = z[:, 0], z[:, 1:]
+    z[:, 1:] += 1.0
+    with torch.no_grad():
+        scale = rest.abs().mean() + first.abs().mean()
+    return (rest / scale).square() + first.unsqueeze(1)
+
+
+RUNS: dict[str, Callable[[Buffers, Tensor, Tensor], Tensor]] = {
+    each.__name__: each
+    for each in (average, shifted, shifted_in_place, exchanged, queue, row, batch_of_before, count, slice_of_before)
+}
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def train_all(force: str) -> None:
+    """On a rank: each model, for three steps, an evaluation and one more step."""
+    for name in RUNS:
+        torch.manual_seed(0)
+        plain = Buffers(name).double()
+        parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (batch(0),), force=force, cache=False)
+        pairs = [(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (plain, parallel)]
+        for seed, trains in enumerate((True, True, True, False, True)):
+            losses = []
+            for model, optimizer in pairs:
+                model.train(trains)
+                with torch.set_grad_enabled(trains):
+                    losses.append(model(batch(seed)))
+                if trains:
+                    losses[-1].backward()
+            torch.testing.assert_close(
+                losses[1].detach(), losses[0].detach(), rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}"
+            )
+            if trains:
+                same_gradients(parallel, plain)
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+            found = parallel.full_state()
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=f"{name}, {key}")
+
+
+@pytest.mark.parametrize("force", ["dp=2,zero=0", "tp=2,dp=1"])
+def test_equals_one_process(force: str, ranks: RankPool) -> None:
+    ranks.run(train_all, force, world=2, timeout=240)
+
+
+class Shared(nn.Module):
+    """A buffer that is a row of another one."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.linear, self.assigns = nn.Linear(8, 8), assigns
+        self.register_buffer("rows", torch.ones(2, 8))
+        self.register_buffer("row", self.rows[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.rows = self.linear.weight.detach()
+        else:
+            self.rows += 1
+        return (self.linear(x) * self.row).sum()
+
+
+@pytest.mark.parametrize(
+    ("assigns", "said"), [(True, r"assigns torch.float32 \[8, 8\] to the buffer rows"), (False, "row shares")]
+)
+def test_what_a_program_would_not_write_is_refused(assigns: bool, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(Shared(assigns), (torch.rand(4, 8),), {})
