@@ -58,6 +58,7 @@ def _parallelize_several(
         check_model(each)
     if not models or len({id(each) for each in models}) < len(models):
         raise AutoparError("several models are planned together: pass a list of models, each of them once")
+    _refuse_shared_weights(models)
     if not isinstance(example_inputs, list):
         raise AutoparError("several models are planned before the first call: pass example_inputs=[...], one for each model")
     if options.get("beside"):
@@ -78,6 +79,19 @@ def _for_each(count: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"{name}= has {len(value)} entries for {count} models: write a list with one for each, or a value that is no list"
             )
     return [{name: value[i] if isinstance(value, list) else value for name, value in options.items()} for i in range(count)]
+
+
+def _refuse_shared_weights(models: Models) -> None:
+    """AutoparError where two models have a parameter in common: each parallel model trains weights of its own."""
+    first: dict[int, int] = {}
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            other = first.setdefault(id(parameter), index)
+            if other != index:
+                raise AutoparError(
+                    f"models {other} and {index} share the parameter {name}, of which each would train its own copy: put both "
+                    "into one module whose forward calls them"
+                )
 
 
 def _joint_plan_texts(models: Models, named: str | Cluster, every: Sequence[Mapping[str, Any]]) -> list[str]:

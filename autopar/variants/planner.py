@@ -85,8 +85,9 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
                 return found, candidate
             except (AutoparError, ValueError) as error:
                 problems.append(str(error))
+    reason = problems[0] if problems else f"it has {graph.batch} examples"
     raise PlanMismatch(
-        f"{graph.name}: this call cannot run with the weights as the first program places them ({problems[0]}): call it like the "
+        f"{graph.name}: this call cannot run with the weights as the first program places them ({reason}): call it like the "
         "example inputs, or plan with example inputs of this kind"
     )
 

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 
 from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rewrite_nodes, size_args
+from autopar.errors import CaptureError
 from autopar.ir.dims import Dim
 from autopar.ir.graph import Arg, Node, Ref, Symbol
 
@@ -39,18 +40,22 @@ def bags(node: Node, graph: Lookup) -> Rewritten | None:
         return None
     out = node.outputs[0]
     wide = (*ids.shape, values[weight.name].shape[1])
-    rows = node_like(
-        node, "aten.embedding", (weight, Ref(ids.name)), f"{node.name}_rows", wide, out.dtype, out.differentiable
-    )
+    rows = node_like(node, "aten.embedding", (weight, Ref(ids.name)), f"{node.name}_rows", wide, out.dtype, out.differentiable)
     args: tuple[Arg, ...] = (Ref(rows.name), (1,))
     return (rows, replace(node, op=_REDUCTIONS[mode], args=args, kwargs=(), outputs=(out,))), {}
 
 
 def dense_gradients(flat: FlatGraph) -> FlatGraph:
-    """``sparse=True`` of embeddings and of bags is left out, with a warning that names them."""
+    """``sparse=True`` of embeddings and of bags is left out, with a warning that names them. CaptureError for
+    ``scale_grad_by_freq=True``."""
     found: dict[str, Node] = {}
 
     def step(node: Node) -> Rewritten | None:
+        if node.op in ("aten.embedding", *_OPS) and node.args[3:4] == (True,):
+            raise CaptureError(
+                f"{node.source}: {node.module or 'an embedding'} has scale_grad_by_freq=True, which divides gradients by "
+                "counts of the whole batch: leave it out"
+            )
         place = 4 if node.op == "aten.embedding" else 5 if node.op in _OPS else len(node.args)
         if len(node.args) <= place or node.args[place] is not True:
             return None

@@ -62,9 +62,7 @@ def random_numbers(node: Node, graph: Lookup) -> Rewritten | None:
     if node.op == "aten.bernoulli":
         (name,) = node.operands()
         chances = Ref(name)
-        uniform = node_like(
-            node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False
-        )
+        uniform = node_like(node, "ap.random", (chances, "uniform", 0.0, 1.0), f"{node.name}_uniform", result.shape, flows=False)
         hit = node_like(node, "aten.lt.Tensor", (Ref(uniform.name), chances), f"{node.name}_hit", result.shape, "bool", False)
         return (uniform, hit, replace(node, op="aten.to.dtype", args=(Ref(hit.name), DType(result.dtype)), kwargs=())), {}
     return None

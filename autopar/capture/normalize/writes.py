@@ -26,9 +26,7 @@ def copies(node: Node, graph: Lookup) -> Rewritten | None:
         cast = node_like(node, "aten.to.dtype", (Ref(source.name), DType(result.dtype)), f"{node.name}_cast", source.shape)
         nodes, source = [cast], cast.outputs[0]
     if source.shape != result.shape:
-        grown = node_like(
-            node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape
-        )
+        grown = node_like(node, "aten.expand", (Ref(source.name), size_args(result.shape)), f"{node.name}_grown", result.shape)
         nodes, source = [*nodes, grown], grown.outputs[0]
     return tuple(nodes), {result.name: source.name}
 

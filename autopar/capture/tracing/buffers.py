@@ -33,8 +33,8 @@ def _value(module: nn.Module, place: str, name: str, buffer: Tensor) -> Tensor:
     if value is None or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         found = "None" if value is None else f"{value.dtype} {list(value.shape)}"
         raise CaptureError(
-            f"the forward assigns {found} to the buffer {place} of {buffer.dtype} {list(buffer.shape)}: keep its shape and dtype, or "
-            "return the tensor"
+            f"the forward assigns {found} to the buffer {place} of {buffer.dtype} {list(buffer.shape)}: keep its shape and "
+            "dtype, or return the tensor"
         )
     return value.detach().clone()
 

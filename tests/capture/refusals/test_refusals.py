@@ -253,3 +253,9 @@ def test_sparse_gradients_are_said_to_be_dense() -> None:
     with pytest.warns(UserWarning, match=r"sparse=True of rows \(test_refusals.py:\d+\) is ignored"):
         graph = capture(Rows(), (torch.zeros(8, 4, dtype=torch.long),), {})
     assert all(True not in node.args for block in graph.blocks for node in block.nodes if node.op == "aten.embedding")
+
+
+def test_gradients_that_count_the_batch_are_refused() -> None:
+    rows = nn.Sequential(nn.Embedding(32, 8, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(32, 4))
+    with pytest.raises(CaptureError, match="scale_grad_by_freq=True, which divides gradients by counts"):
+        capture(rows, (torch.zeros(8, 4, dtype=torch.long),), {})

@@ -176,6 +176,8 @@ def wrong_calls() -> Iterator[tuple[dict[str, Any], str]]:
     yield dict(model=pair), "pass example_inputs=\\[...\\], one for each model"
     yield dict(model=[], example_inputs=[]), "pass a list of models, each of them once"
     yield dict(model=[pair[0]] * 2, example_inputs=inputs), "each of them once"
+    tied = [nn.Sequential(pair[0]), pair[0]]
+    yield dict(model=tied, example_inputs=inputs), "models 0 and 1 share the parameter .*: put both into one module"
     yield dict(model=pair, example_inputs=inputs, optimizer=["adamw"]), "optimizer= has 1 entries for 2 models"
     yield dict(model=pair, example_inputs=inputs, beside=[None]), "put all models into the list"
 
