@@ -262,6 +262,8 @@ class Parallel(ShardedModule):
         """The mode of the model and all its modules: the next call runs, or first makes, the program of that mode."""
         if self.variants is not None:
             super().train(mode)
+            for path, own in ({} if self.plain is None else self.plain.modes(mode)).items():
+                self.get_submodule(path).training = own
             return self
         if mode and self.plain is not None and not self.plain.right_in(True):
             raise RuntimeProblem(

@@ -46,6 +46,11 @@ class PlainModel:
         out.skeleton = out.frozen.model
         return out
 
+    def modes(self, mode: bool) -> dict[str, bool]:
+        """Return the mode of each module after ``model.train(mode)``, which models override to keep batch norms in evaluation."""
+        self.skeleton.train(mode)
+        return {path: module.training for path, module in self.skeleton.named_modules()}
+
     def check_unchanged(self, equal: Callable[[str, torch.Tensor], bool]) -> None:
         """Raise a RuntimeProblem where the plain model has changed since, which the parallel model does not see, unless its
         tensors are `equal` to those of the parallel model."""

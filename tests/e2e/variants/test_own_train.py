@@ -1,0 +1,46 @@
+"""Models that define `train` themselves, as detectors do: their batch norms stay in evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+
+import autopar
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def train(self, mode: bool = True) -> Detector:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.frozen(self.first(x)).relu())).square().mean()
+
+
+def train_and_evaluate(force: str) -> None:
+    torch.manual_seed(0)
+    plain = Detector().double().train()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=force, cache=False)
+    for mode in (True, False, True):
+        losses = [model.train(mode)(x) for model in (plain, parallel)]
+        torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-9, atol=1e-11)
+        assert parallel.norm.training == mode and not parallel.frozen.training
+    for loss in losses:
+        loss.backward()
+    same_gradients(parallel, plain)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(parallel.full_state()[name], value, rtol=1e-9, atol=1e-11), name
+
+
+def test_train_after_an_evaluation(ranks: RankPool) -> None:
+    ranks.run(train_and_evaluate, "dp=2,zero=0", world=2, timeout=120)
