@@ -49,7 +49,7 @@ def test_alternating_layers_are_one_loop() -> None:
         "        for layer, centre in zip(self.layers, self.centres, strict=True):\n"
         "            m = layer(h, cos, sin)\n            h = centre(m)\n" in text
     )
-    assert "            with torch.no_grad():\n                self.running.copy_(" in text
+    assert "        with torch.no_grad():\n            self.running.copy_(" in text
 
 
 def test_the_module_is_loaded_once_and_shows_its_source() -> None:
