@@ -26,11 +26,11 @@ class Detector(nn.Module):
         return self.head(self.norm(self.frozen(self.first(x)).relu())).square().mean()
 
 
-def train_and_evaluate(force: str) -> None:
+def train_and_evaluate(degrees: str) -> None:
     torch.manual_seed(0)
     plain = Detector().double().train()
     x = torch.randn(8, 8, dtype=torch.float64)
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=force, cache=False)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False)
     for mode in (True, False, True):
         losses = [model.train(mode)(x) for model in (plain, parallel)]
         torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-9, atol=1e-11)

@@ -100,12 +100,12 @@ def batch(seed: int) -> Tensor:
     return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def train_all(force: str) -> None:
+def train_all(degrees: str) -> None:
     """On a rank: each model, for three steps, an evaluation and one more step."""
     for name in RUNS:
         torch.manual_seed(0)
         plain = Buffers(name).double()
-        parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (batch(0),), force=force, cache=False)
+        parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (batch(0),), force=degrees, cache=False)
         pairs = [(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (plain, parallel)]
         for seed, trains in enumerate((True, True, True, False, True)):
             losses = []
