@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Shard, format_placements
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
+from autopar.operations.pointwise import CLONE
 from autopar.operations.table import operation
 from autopar.rules.conversions import changed_axis
 
@@ -83,8 +84,9 @@ def with_all_offloaded(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
 
 
 def overwritten_values(block: Block) -> frozenset[str]:
-    """Return the values that are not the same in the backward: buffers that the block updates, and views of them."""
-    names = {name for name, _ in block.updates}
+    """Return the values that are not the same in the backward: buffers that the block updates, views of them, and what is cloned,
+    which another block may update (no other clone is left, see `capture.normalize.writes`)."""
+    names = {name for name, _ in block.updates} | {node.operands()[0] for node in block.nodes if node.op == CLONE}
     for node in block.nodes:
         if operation(node.op).view and names & set(node.operands()):
             names.update(value.name for value in node.outputs)

@@ -96,7 +96,7 @@ def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
     def copied(name: str, module: str) -> list[Node]:
         if name in copies:
             return []
-        copies[name] = f"{name}_before"
+        copies[name] = f"{name}_as_it_was"  # nobody's buffer, where `queue_before` may be one
         value = replace(graph.values[name], name=copies[name], differentiable=False)
         return [Node(CLONE, (Ref(name),), (), (value,), module=module)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -36,21 +37,32 @@ def _value(module: nn.Module, place: str, name: str, buffer: Tensor) -> Tensor:
             f"the forward assigns {found} to the buffer {place} of {buffer.dtype} {list(buffer.shape)}: keep its shape and "
             "dtype, or return the tensor"
         )
-    return value.detach().clone()
+    # without need no operation outside of the module: a block that writes its buffer knows what it may not recompute
+    return (value.detach() if value.requires_grad else value).clone()
 
 
 def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:
     """CaptureError where the forward writes a buffer whose memory another buffer or a parameter has too."""
     tensors = dict([*model.named_buffers(), *model.named_parameters()])
-    storages = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
-    for name in _written(program):
-        other = next((each for each, storage in storages.items() if each != name and storage == storages.get(name)), None)
+    for name in (each.removeprefix("module.") for each in program.graph_signature.buffers_to_mutate.values()):
+        own = tensors.get(name)
+        other = next(
+            (each for each, tensor in tensors.items() if own is not None and own is not tensor and _overlap(own, tensor)), None
+        )
         if other is not None:
             raise CaptureError(
-                f"the forward writes to the buffer {name}, whose memory {other} shares, and would not see it: register the whole "
-                "tensor, and slice it in the forward"
+                f"the forward writes to the buffer {name}, whose memory {other} shares, which would not see it: register the "
+                "whole tensor, and slice it in the forward"
             )
 
 
-def _written(program: ExportedProgram) -> Iterable[str]:
-    return (name.removeprefix("module.") for name in program.graph_signature.buffers_to_mutate.values())
+def _overlap(a: Tensor, b: Tensor) -> Any:
+    """Return whether two tensors have bytes in common, between the first and the last of each."""
+    (start, end), (other_start, other_end) = _extent(a), _extent(b)
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and start < other_end and other_start < end
+
+
+def _extent(x: Tensor) -> tuple[Any, Any]:
+    start = x.storage_offset() * x.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return start, start + (reach * x.itemsize if x.numel() else 0)

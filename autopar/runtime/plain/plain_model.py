@@ -47,9 +47,11 @@ class PlainModel:
         return out
 
     def modes(self, mode: bool) -> dict[str, bool]:
-        """Return the mode of each module after ``model.train(mode)``, which models override to keep batch norms in evaluation."""
-        self.skeleton.train(mode)
-        return {path: module.training for path, module in self.skeleton.named_modules()}
+        """Return the modes after a ``model.train(mode)`` that is the model's own (batch norms stay in evaluation); none where it
+        is torch's. A copy is asked: what else it changes (loralib merges weights) the parallel model does not do."""
+        if all(type(module).train is torch.nn.Module.train for module in self.skeleton.modules()):
+            return {}
+        return {path: module.training for path, module in copy.deepcopy(self.skeleton).train(mode).named_modules()}
 
     def check_unchanged(self, equal: Callable[[str, torch.Tensor], bool]) -> None:
         """Raise a RuntimeProblem where the plain model has changed since, which the parallel model does not see, unless its

@@ -1,4 +1,4 @@
-"""Models that define `train` themselves, as detectors do: their batch norms stay in evaluation."""
+"""Models that define `train` themselves: detectors, whose batch norms stay in evaluation, and adapters that are merged there."""
 
 from __future__ import annotations
 
@@ -26,6 +26,44 @@ class Detector(nn.Module):
         return self.head(self.norm(self.frozen(self.first(x)).relu())).square().mean()
 
 
+class Merged(nn.Linear):
+    """As loralib: the product of evaluation is one, of weights that `train` changes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.down, self.up, self.merged = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2)), False
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += (self.up.data @ self.down.data) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.merged else y + x @ self.down.T @ self.up.T
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = Merged(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).relu()).square().mean()
+
+
+def evaluate_merged(degrees: str) -> None:
+    torch.manual_seed(0)
+    plain = Adapted().double().train()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False)
+    for mode in (True, False, True):
+        losses = [model.train(mode)(x).detach() for model in (plain, parallel)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=1e-11)
+
+
 def train_and_evaluate(degrees: str) -> None:
     torch.manual_seed(0)
     plain = Detector().double().train()
@@ -44,3 +82,7 @@ def train_and_evaluate(degrees: str) -> None:
 
 def test_train_after_an_evaluation(ranks: RankPool) -> None:
     ranks.run(train_and_evaluate, "dp=2,zero=0", world=2, timeout=120)
+
+
+def test_what_else_it_changes_is_not_done_by_halves(ranks: RankPool) -> None:
+    ranks.run(evaluate_merged, "dp=2,zero=0", world=2, timeout=120)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from support.harness.comparison import same_gradients
 from support.harness.rank_pool import RankPool
+from support.plans.drawn_candidates import drawn_candidate
+from support.plans.mesh import mesh_of
 from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.evaluate import evaluate
+from autopar.cost_models.step.recompute import overwritten_values
+from autopar.errors import CaptureError, PlanError
+from autopar.ir.plan import Precision
 
 
 class Buffers(nn.Module):
@@ -154,3 +161,47 @@ class Shared(nn.Module):
 def test_what_a_program_would_not_write_is_refused(assigns: bool, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(Shared(assigns), (torch.rand(4, 8),), {})
+
+
+def test_buffers_may_lie_side_by_side_in_one_memory() -> None:
+    """As a state dict that was saved as one tensor is loaded with ``assign=True``."""
+    model, flat = Buffers("shifted"), torch.zeros(16)
+    model.before, model.now = flat[:8], flat[8:]
+    updates = [update for block in capture(model, (torch.rand(8, 8),), {}).blocks for update in block.updates]
+    assert {buffer for buffer, _ in updates} == {"before", "now"}
+
+
+class Averaged(nn.Module):
+    """A layer whose loss reads what it assigns to afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("now", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        result = x + y * self.now
+        self.now = 0.9 * self.now + 0.1 * y.detach().mean(0)
+        return result
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Averaged() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_old_values_are_not_recomputed() -> None:
+    """They are other ones in the backward: a plan that needs them is refused."""
+    graph = capture(Stack().double(), (batch(0),), {})
+    layers = [block for block in graph.blocks if block.updates]
+    assert sum(graph.count(block.name) for block in layers) == 3 and all(overwritten_values(block) for block in layers)
+    plain = drawn_candidate(graph, mesh_of(dp=2), 0, zero=0, wild=0.0, precision=Precision("float64", "float64"))
+    evaluate(graph, plain, Cluster.parse("local:2"))
+    whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
+    with pytest.raises(PlanError, match="the backward uses now as 'R', which is not saved"):
+        evaluate(graph, whole, Cluster.parse("local:2"))
