@@ -17,7 +17,7 @@ from torch import nn
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.reads import numbers_unchanged, recorded_reads
+from autopar.capture.reads import numbers_unchanged, recorded_reads, refuse_gradients
 from autopar.capture.results.returned import LOSS
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.capture.tracing.trace import LossFunction
@@ -212,7 +212,7 @@ def _build(
             compiler = compiler_of(agreed, run.compile)
             check_float8(agreed, compiler)
             _warn_of(model, code, compiler)
-            frozen = FrozenReads(copy_without_data(model, None), reads, code.names)
+            frozen = FrozenReads(copy_without_data(model, None), reads, code.names, code.modules)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model), run.proof)
         if run.proof:
@@ -300,6 +300,7 @@ def _compare_models(model: nn.Module) -> None:
 
 def _with_reads(chosen: Callable[[], Plan], code: Code) -> tuple[str, Reads]:
     """The text of a plan, and what was read of the model while it was captured for it."""
+    refuse_gradients(code.names)
     with recorded_reads() as record, numbers_unchanged(code.names):
         return chosen().to_json(), record.reads
 

@@ -7,6 +7,7 @@ result for ever, so that is a CaptureError.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.capture.draws import DrawRecord, no_draws, place_of
 from autopar.errors import CaptureError
@@ -30,7 +33,7 @@ _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "fun
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
     first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
-    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line."""
+    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `kept`: the tensors."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
@@ -39,6 +42,7 @@ class ReadRecord:
     seen: set[tuple[int, str]] = field(default_factory=set)
     reset: set[tuple[int, str]] = field(default_factory=set)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
+    kept: dict[tuple[str, str], tuple[tuple[Tensor, ...], str]] = field(default_factory=dict)
     draws: DrawRecord = field(default_factory=DrawRecord)
 
     @property
@@ -104,9 +108,11 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             if (id(module), name) not in record.seen:
                 record.reset.add((id(module), name))
             before = record.numbers.get((id(module), name), value)
-            counts = (id(module), name) not in record.reset
+            counts, place = (id(module), name) not in record.reset, (paths.get(id(module), ""), name)
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
-                record.counters[paths.get(id(module), ""), name] = (value, place_of(sys._getframe(1)))
+                record.counters[place] = (value, place_of(sys._getframe(1)))
+            if counts and (tensors := _tensors(value)) and module._buffers.get(name) is None:
+                record.kept[place] = (tensors, place_of(sys._getframe(1)))
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:
@@ -114,17 +120,40 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             return object.__getattribute__(module, name)
         record.read.add((class_name(module), name))
         record.seen.add((id(module), name))
+        if id(module) not in paths and id(module) not in others:
+            others.add(id(module))
+            _refuse_parameters(module)
         value = object.__getattribute__(module, name)
         if type(value) in _NUMBERS:
             record.numbers.setdefault((id(module), name), value)
         elif not record.draws.note(value):
             fields.watch(value)
+            if isinstance(value, (list, dict, deque)) and (id(module), name) not in record.reset | contents.keys():
+                contents[id(module), name] = (value, _tensors(value), place_of(sys._getframe(1)))
         return value
 
+    others: set[int] = set()
+    contents: dict[tuple[int, str], tuple[Any, tuple[Tensor, ...], str]] = {}
     with ExitStack() as stack:
         fields = _FieldReads(record, stack)
         with replaced(kind, "__getattribute__", _Reading(read)), replaced(kind, "__setattr__", write):
             yield
+    for (module, name), (value, before, line) in contents.items():
+        if more := tuple(each for each in _tensors(value) if not any(each is old for old in before)):
+            record.kept[paths.get(module, ""), name] = (more, line)
+
+
+def _refuse_parameters(module: nn.Module) -> None:
+    """CaptureError where a module that is no part of the model, nor made by its forward, has parameters that are trained."""
+    if any(p is not None and p.requires_grad and not isinstance(p, FakeTensor) for p in vars(module).get("_parameters", {}).values()):
+        raise CaptureError(
+            f"{place_of(sys._getframe(2))}: {type(module).__name__} is no part of the model, and nobody would train its parameters: "
+            "make it an attribute of a module, or freeze it (requires_grad_(False))"
+        )
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 class _Reading:
@@ -181,6 +210,15 @@ class _FieldReads:
         if not isinstance(content, LEAVES):
             self.watch(content)
         return content
+
+
+def refuse_gradients(names: Sequence[NamedValue]) -> None:
+    """CaptureError where a tensor that is a global or in a closure takes gradients."""
+    for each in names:
+        if isinstance(value := each.at.get(each.name, None), Tensor) and value.requires_grad and value.is_leaf:
+            raise CaptureError(
+                f"{each.place} takes a gradient and is no part of the model, so nobody would train it: make it a parameter of a module"
+            )
 
 
 @contextmanager

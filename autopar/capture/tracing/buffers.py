@@ -1,13 +1,15 @@
-"""Buffers that a forward writes: those that it assigns to, and those that share memory with others."""
+"""Tensors that a forward keeps for the next one: buffers that it assigns to, those that share memory with others, and attributes
+that are no buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from autopar.errors import CaptureError
 
@@ -54,6 +56,35 @@ def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:
                 f"the forward writes to the buffer {name}, whose memory {other} shares, which would not see it: register the "
                 "whole tensor, and slice it in the forward"
             )
+
+
+def refuse_kept_tensors(program: ExportedProgram, kept: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str]]) -> None:
+    """CaptureError where a tensor that the forward keeps for the next one, in an attribute that is no buffer, depends on the
+    batch (a cache of positions does not). They are the last results of `program`, by (path, name), with the line."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str) and name in nodes}
+    results = list(next(iter(reversed(program.graph.nodes))).args[0])
+    places = [(place, line) for place, (tensors, line) in kept.items() for _ in tensors]
+    for ((path, name), line), result in zip(places, results[-len(places) :], strict=True):
+        if _reads_values(result, inputs):
+            raise CaptureError(
+                f"{line}: the forward keeps {path + '.' if path else ''}{name} for the next one, which a program does not: make it "
+                "a buffer of this shape (register_buffer), or pass it in with the batch and return it"
+            )
+
+
+def _reads_values(result: Any, inputs: Collection[Node]) -> bool:
+    """Return whether the values of a result depend on those of inputs, and not on their sizes alone."""
+    seen, todo = set[Node](), [result]
+    while todo:
+        node = todo.pop()
+        if node in inputs:
+            return True
+        sized = str(node.target).startswith("aten.new_") or "_like." in str(node.target)
+        if node not in seen and isinstance(node.meta.get("val"), Tensor) and not sized:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> Any:

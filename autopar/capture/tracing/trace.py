@@ -19,7 +19,7 @@ from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.buffers import assigned_buffers, refuse_shared_buffers
+from autopar.capture.tracing.buffers import assigned_buffers, refuse_kept_tensors, refuse_shared_buffers
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
@@ -100,9 +100,10 @@ class LossOnly(nn.Module):
         results: Results,
         tell: Callable[[ResultForm], None],
         note: Callable[[ReadRecord], None],
+        with_kept: bool,
     ) -> None:
         super().__init__()
-        self.module = model
+        self.module, self.with_kept = model, with_kept
         self.bound = bound
         self.compute_dtype = compute_dtype
         self.results = results
@@ -115,13 +116,19 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        with VarlenAttention(under_mask(self.examples(batch))), assigned_buffers(self.module):
-            result, record = call_recorded(self.module, lambda: self.module(**arguments))
+
+        def call() -> Any:
+            with assigned_buffers(self.module):
+                result = self.module(**arguments)
+            return result if loss_fn is None else loss_fn(result, target)
+
+        with VarlenAttention(under_mask(self.examples(batch))):
+            result, record = call_recorded(self.module, call)
         self.note(record)
-        result = result if loss_fn is None else loss_fn(result, target)
         returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
-        return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
+        kept = [tensor for tensors, _ in record.kept.values() for tensor in tensors] if self.with_kept else []
+        return (returned.loss, *returned.outputs.values(), *kept) if returned.outputs or kept else returned.loss
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
         """The number of examples of a batch."""
@@ -172,6 +179,9 @@ def trace(
             if program is None:
                 continue
             form, paths, left_out = attempt.forms[-1]
+            if kept := attempt.records[-1].kept:
+                refuse_kept_tensors(program, kept)
+                program = attempt.export({}, with_kept=False) or program
             refuse_counters(attempt.export, attempt.records)
             refuse_shared_buffers(model, program)
             interface = replace(bound.interface, returns=form, left_out=left_out)
@@ -219,13 +229,14 @@ class _Attempt:
     values: ConcreteValues = field(default_factory=ConcreteValues)
     clone: LossOnly | None = None
 
-    def export(self, start: Mapping[tuple[str, str], Any]) -> ExportedProgram | None:
-        """The program of a copy with these attributes, by (path, name); None where no layers are equal."""
+    def export(self, start: Mapping[tuple[str, str], Any], with_kept: bool = True) -> ExportedProgram | None:
+        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_kept`: the tensors
+        that the forward keeps are its last results."""
         with ExitStack() as stack:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
             self.clone = clone = LossOnly(
-                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append
+                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append, with_kept
             )  # fmt: skip
             for (path, name), value in start.items():
                 setattr(copied.get_submodule(path), name, value)

@@ -14,7 +14,7 @@ import os
 import sysconfig
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,25 +34,25 @@ _METHODS = ("__init__", "__call__", "forward", "backward")
 
 
 class Code(NamedTuple):
-    """The reads of the code of a forward. `names`: what is to be compared before each call. `outside`: lines that read the
-    environment or the clock."""
+    """The reads of the code of a forward. `names`: what is to be compared before each call. `modules`: by name, those that are no
+    part of the model. `outside`: lines that read the environment or the clock."""
 
     names: tuple[NamedValue, ...]
+    modules: Mapping[str, nn.Module]
     outside: tuple[str, ...]
 
 
-def code_of(model: nn.Module, *more: Any) -> Code:
-    """Return what the code of the forward of a model reads, and of `more` functions (a loss)."""
-    walk = _Walk(tuple({type(module): None for module in model.modules()}))
+def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
+    """Return what the code of the forward of a model reads, and of a loss function."""
+    walk = _Walk(model)
     for kind in walk.classes:
         walk.add(inspect.getattr_static(kind, "forward", None))
     for module in model.modules():
         for value in vars(module).values():
             walk.add(value)
-    for function in more:
-        walk.add(function.forward if isinstance(function, nn.Module) else function)
+    walk.module("loss_fn", loss_fn) if isinstance(loss_fn, nn.Module) else walk.add(loss_fn)
     walk.run()
-    return Code(tuple(walk.names.values()), tuple(dict.fromkeys(walk.outside)))
+    return Code(tuple(walk.names.values()), walk.modules, tuple(dict.fromkeys(walk.outside)))
 
 
 class _Cell(NamedTuple):
@@ -70,9 +70,11 @@ class _Cell(NamedTuple):
 class _Walk:
     """All functions that are reached, each once."""
 
-    def __init__(self, classes: tuple[type, ...]) -> None:
-        self.classes = classes
+    def __init__(self, model: nn.Module) -> None:
+        self.classes = list({type(module): None for module in model.modules()})
         self.names: dict[tuple[int, str], NamedValue] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self._own = {id(module) for module in model.modules()}
         self.outside: list[str] = []
         self._reached: dict[int, FunctionType] = {}
         self._open: list[FunctionType] = []
@@ -97,6 +99,14 @@ class _Walk:
             self._open.append(value)
             self.add(getattr(value, "__wrapped__", None))
 
+    def module(self, place: str, module: nn.Module) -> None:
+        """Add a module that is no part of the model, and the code of its forward."""
+        if id(module) not in self._own:
+            self.modules[place] = module
+            for each in module.modules():
+                self._own.add(id(each))
+                self.add(inspect.getattr_static(type(each), "forward", None))
+
     def run(self) -> None:
         """Follow all names."""
         while self._open:
@@ -115,6 +125,8 @@ class _Walk:
         for name in code.co_names:
             for kind in self.classes:
                 self.add(inspect.getattr_static(kind, name, None))
+        # An attribute may be called like a global that the script sets in every step (`loss`).
+        for name in dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")):
             if name in function.__globals__:
                 self._value(name, function.__globals__, f"{function.__module__}.{name}", code.co_names)
                 self._outside(name, function.__globals__[name], code)
@@ -128,10 +140,12 @@ class _Walk:
         elif isinstance(value, type):
             self.add(value)
             for each in used if _is_own(value) else ():
-                if each in vars(value) and isinstance(vars(value)[each], (*LEAVES, list, tuple, dict)):
+                if each in vars(value) and isinstance(vars(value)[each], (*LEAVES, list, tuple, dict, torch.Tensor)):
                     self.names[id(value), each] = NamedValue(f"{place}.{each}", vars(value), each)
                 else:
                     self.add(vars(value).get(each))
+        elif isinstance(value, nn.Module):
+            self.module(place, value)
         elif _is_data(value):
             self.names[id(at.cell if isinstance(at, _Cell) else at), name] = NamedValue(place, at, name)
         else:
@@ -173,8 +187,6 @@ def _is_own(kind: type) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Return whether a value is what scripts keep settings in."""
-    if isinstance(value, LEAVES) or type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
+    if isinstance(value, (*LEAVES, torch.Tensor)) or type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
         return True
-    if isinstance(value, (type, torch.Tensor, nn.Module)):
-        return False
     return is_dataclass(value) or (_is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))

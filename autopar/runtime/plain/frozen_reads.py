@@ -69,12 +69,18 @@ def class_name(value: Any) -> str:
 
 class FrozenReads:
     """The values that the programs of `model`, a skeleton without data, have read. `names`: globals and closures of its code.
-    `initial`: those of another model of the same programs (a copy)."""
+    `others`: modules by name that are no part of the model, tensors included (a loss). `initial`: those of another model of the
+    same programs (a copy)."""
 
     def __init__(
-        self, model: nn.Module, reads: Reads, names: Iterable[NamedValue] = (), initial: Mapping[str, str] | None = None
+        self,
+        model: nn.Module,
+        reads: Reads,
+        names: Iterable[NamedValue] = (),
+        others: Mapping[str, nn.Module] = MappingProxyType({}),
+        initial: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, self.reads, self.names = model, Reads(), tuple(names)
+        self.model, self.reads, self.names, self.others = model, Reads(), tuple(names), others
         self.initial: dict[str, str] = dict(initial or {})
         self._family: weakref.WeakSet[FrozenReads] = weakref.WeakSet((self,))
         self._take(reads)
@@ -87,7 +93,7 @@ class FrozenReads:
 
     def copied(self, model: nn.Module) -> FrozenReads:
         """The same reads of a copy of the model."""
-        out = FrozenReads(model, self.reads, self.names, self.initial)
+        out = FrozenReads(model, self.reads, self.names, self.others, self.initial)
         self._family.add(out)
         out._family = self._family
         return out
@@ -116,8 +122,15 @@ class FrozenReads:
         for place, module, name in read_attributes(self.model.named_modules(), self.reads):
             yield NamedValue(place, vars(module), name)
             owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
-            if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict)):
+            if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict, torch.Tensor)):
                 yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
+        for prefix, other in self.others.items():
+            modules = dict(other.named_modules(prefix=prefix))
+            for place, module, name in read_attributes(modules.items(), self.reads):
+                yield NamedValue(place, vars(module), name)
+            for path, module in modules.items():
+                for tensors in (module._parameters, module._buffers):
+                    yield from (NamedValue(f"{path}.{name}", tensors, name) for name in tensors)
 
     def _look(self) -> None:
         """Take down all values; objects that several modules have, once."""

@@ -228,6 +228,74 @@ def change_a_closure(plan: str) -> None:
         equals_one_process(parallel, reference, steps=1)
 
 
+WEIGHTS = torch.ones((), dtype=torch.float64)
+OUTSIDE = nn.Linear(1, 1).double()
+
+
+def change_a_tensor(plan: str) -> None:
+    """A global, in place and by name, and an attribute of the same name as a global, which is not read."""
+    global WEIGHTS
+    compute = lambda model, x: WEIGHTS * model.CALLS  # noqa: E731
+    parallel, reference = start(computing(compute, CALLS=1.0)), computing(compute, CALLS=1.0)
+    globals()["CALLS"] += 1
+    for value in (1.0, 2.0):
+        WEIGHTS.fill_(value)
+        equals_one_process(parallel, reference, steps=1)
+    WEIGHTS = torch.tensor(3.0, dtype=torch.float64)
+    equals_one_process(parallel, reference, steps=1)
+    assert programs(parallel) == 3
+
+
+class Smooth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.amount = 0.5
+        self.register_buffer("weights", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, loss: Tensor, target: Tensor) -> Tensor:
+        return (loss * self.weights + self.amount).pow(2).mean() * target.mean()
+
+
+def change_the_loss(plan: str) -> None:
+    x, ids = batch().values()
+    target, smooth, reference = torch.ones(len(x), dtype=torch.float64), Smooth(), net("plain")
+    inputs = (x, ids, target)
+    parallel = autopar.parallelize(
+        net("plain"), "local:4", inputs, loss_fn=smooth, force="tp=2", time_limit_seconds=5, cache=False
+    )  # fmt: skip
+    for change in (lambda: None, lambda: setattr(smooth, "amount", 0.1), lambda: smooth.weights[:2].fill_(3.0)):
+        change()
+        torch.testing.assert_close(parallel(*inputs).detach(), smooth(reference(x, ids), target).detach())
+
+
+def keep_a_tensor(plan: str) -> str:
+    """In an attribute, in one that is None at first, in a dictionary; a cache of positions is none."""
+
+    def compute(model: Any, x: Tensor) -> Any:
+        if model.positions is None:
+            model.positions = torch.arange(float(x.shape[0])) + torch.zeros_like(x).sum()
+        before = model.hidden[0] if isinstance(model.hidden, list) else model.hidden.get("x") if model.hidden else model.hidden
+        kept = x.mean().detach()
+        if isinstance(model.hidden, dict):
+            model.hidden["x"] = kept
+        else:
+            model.hidden = [kept] if isinstance(model.hidden, list) else kept
+        return model.positions.sum() + (0 if before is None else before)
+
+    for hidden in ({}, [torch.zeros(())], None):
+        said = refusal(lambda hidden=hidden: start(computing(compute, hidden=hidden, positions=None)))
+        assert "test_frozen_reads_habits.py:" in said or dist.get_rank()
+    kept = lambda model, x: (model.positions is None and setattr(model, "positions", torch.ones_like(x)), model.positions.sum())[1]  # noqa: E731
+    equals_one_process(start(computing(kept, positions=None)), computing(kept, positions=None), steps=1)
+    return said
+
+
+def train_what_is_no_part(plan: str) -> str:
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    assert "takes a gradient and is no part of the model" in refusal(lambda: start(computing(lambda model, x: weight)))
+    return refusal(lambda: start(computing(lambda model, x: OUTSIDE(x[..., :1]).mean())))
+
+
 def read_the_environment(plan: str) -> str:
     return said_at_start(computing(lambda model, x: 2.0 if os.environ.get("AUTOPAR_HABIT") else 1.0), "read_the_environment")
 
