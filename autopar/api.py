@@ -67,7 +67,7 @@ from autopar.runtime.parallel import Parallel
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.plain.code_reads import Code, code_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
-from autopar.runtime.plain.plain_model import PlainModel, hooked_modules
+from autopar.runtime.plain.plain_model import PlainModel, hooked_modules, shared_parameter
 from autopar.runtime.pretrained.load import pretrained_source
 from autopar.runtime.state.weight_source import BroadcastSource, fill_missing, named_state
 from autopar.several_models import one_or_several
@@ -345,6 +345,12 @@ def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
             + ", ".join(hooked),
+            stacklevel=3,
+        )
+    if shared := shared_parameter(model):
+        warnings.warn(
+            f"{shared} is a parameter of another parallel model too, and each trains a copy of its own: put both models into one "
+            "module whose forward calls them",
             stacklevel=3,
         )
     if code.outside:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -71,7 +72,7 @@ def recorded_reads() -> Iterator[ReadRecord]:
 
 def call_recorded(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ReadRecord]:
     """Return the result of the model's forward, and what it read. CaptureError where it draws from a random generator of Python
-    or numpy."""
+    or numpy, or calls a module that is no part of the model and takes gradients."""
     own = ReadRecord()
     with _recording(own, {id(module): path for path, module in model.named_modules()}), no_draws(model, call, own.draws):
         result = call()
@@ -111,7 +112,8 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             counts, place = (id(module), name) not in record.reset, (paths.get(id(module), ""), name)
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
                 record.counters[place] = (value, place_of(sys._getframe(1)))
-            if counts and (tensors := _tensors(value)) and module._buffers.get(name) is None:
+            tensors = _tensors(value) if counts and id(module) in paths and not is_dynamo_compiling() else ()
+            if tensors and module._buffers.get(name) is None:
                 record.kept[place] = (tensors, place_of(sys._getframe(1)))
         put(module, name, value)
 
@@ -120,19 +122,22 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             return object.__getattribute__(module, name)
         record.read.add((class_name(module), name))
         record.seen.add((id(module), name))
-        if id(module) not in paths and id(module) not in others:
-            others.add(id(module))
+        traced = is_dynamo_compiling()  # this function, in branches and loops
+        if not traced and id(module) not in known:
+            known.add(id(module))
             _refuse_parameters(module)
         value = object.__getattribute__(module, name)
         if type(value) in _NUMBERS:
             record.numbers.setdefault((id(module), name), value)
         elif not record.draws.note(value):
             fields.watch(value)
-            if isinstance(value, (list, dict, deque)) and (id(module), name) not in record.reset | contents.keys():
-                contents[id(module), name] = (value, _tensors(value), place_of(sys._getframe(1)))
+            own = id(module) in paths and not traced
+            place = (id(module), name)
+            if own and isinstance(value, (list, dict, deque)) and place not in record.reset and place not in contents:
+                contents[place] = (value, _tensors(value), place_of(sys._getframe(1)))
         return value
 
-    others: set[int] = set()
+    known = set(paths)
     contents: dict[tuple[int, str], tuple[Any, tuple[Tensor, ...], str]] = {}
     with ExitStack() as stack:
         fields = _FieldReads(record, stack)
@@ -140,12 +145,13 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             yield
     for (module, name), (value, before, line) in contents.items():
         if more := tuple(each for each in _tensors(value) if not any(each is old for old in before)):
-            record.kept[paths.get(module, ""), name] = (more, line)
+            record.kept[paths[module], name] = (more, line)
 
 
 def _refuse_parameters(module: nn.Module) -> None:
-    """CaptureError where a module that is no part of the model, nor made by its forward, has parameters that are trained."""
-    if any(p is not None and p.requires_grad and not isinstance(p, FakeTensor) for p in vars(module).get("_parameters", {}).values()):
+    """CaptureError where a module that is no part of the model, nor made by its forward, has parameters that take gradients."""
+    own = (p for p in vars(module).get("_parameters", {}).values() if p is not None)
+    if any(p.requires_grad and not p.is_meta and not isinstance(p, FakeTensor) for p in own):
         raise CaptureError(
             f"{place_of(sys._getframe(2))}: {type(module).__name__} is no part of the model, and nobody would train its parameters: "
             "make it an attribute of a module, or freeze it (requires_grad_(False))"

@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -156,6 +157,12 @@ class PlainTensors:
         self._kinds = {name: (each.device, each.dtype) for name, each in every}
         self._ids = {id(p): (name, weakref.ref(p)) for name, p in model.named_parameters()}
         around_optimizer_steps(self, before=PlainTensors._before_step, after=PlainTensors._after_step)
+        _alive().add(self)
+
+    def trained(self) -> set[int]:
+        """The ids of the parameters that are still there and take gradients."""
+        every = {key: reference() for key, (_, reference) in self._ids.items()}
+        return {key for key, parameter in every.items() if parameter is not None and parameter.requires_grad}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _closure(args, kwargs) is None:
@@ -215,6 +222,22 @@ class PlainTensors:
                     f"{name}.requires_grad of the plain model was changed after autopar.parallelize, which the parallel model "
                     "does not see: change it before, or freeze the parallel model's parameter of that name"
                 )
+
+
+@cache
+def _alive() -> weakref.WeakSet[PlainTensors]:
+    """The plain tensors of every parallel model of this process that is still there."""
+    return weakref.WeakSet()
+
+
+def shared_parameter(model: nn.Module) -> str:
+    """Return the name of a parameter that another parallel model trains a copy of, "" where there is none. One that was made of
+    the very same parameters is another plan of this model."""
+    own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for other in map(PlainTensors.trained, _alive()):
+        if other != own.keys() and (both := sorted(own[key] for key in own.keys() & other)):
+            return both[0]
+    return ""
 
 
 class ValueSample:

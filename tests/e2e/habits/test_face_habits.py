@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.habits import (  # noqa: F401
+    ROWS,
     equals_one_process,
     of,
     one_step,
@@ -20,6 +21,7 @@ from support.harness.habits import (  # noqa: F401
     refusal,
     test_habit,
     test_habit_under_other_plans,
+    warning_of,
 )
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, batch, net
@@ -105,6 +107,16 @@ def two_models(plan: str) -> None:
     del first
     gc.collect()
     one_step(second)
+
+
+def one_layer_in_two_models(plan: str) -> str:
+    model, other = net(), net()
+    first = parallel_of(model, plan)
+    second = parallel_of(model, plan)  # another plan of it: no warning
+    other.layers[0] = model.layers[0]
+    said = warning_of(lambda: autopar.parallelize(other, "local:4", batch(), plan=plan))
+    del first, second
+    return said if dist.get_rank() == 0 else ROWS["one_layer_in_two_models"][1]
 
 
 def log_lines(plan: str) -> None:
