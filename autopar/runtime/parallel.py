@@ -139,7 +139,7 @@ class Parallel(ShardedModule):
         vars(self).update(
             program=program, state=state, plain=plain, pipeline_step=step, variants=variants, calls=calls, _watch=watch,
             heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), transfers={}, measurement=None,
-            cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
+            cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step,
             _expert_placement=experts, expert_prices=expert_prices,
         )  # fmt: skip
 
