@@ -133,7 +133,7 @@ class Parallel(ShardedModule):
         assignments = Assignments(self, state, plain)
         calls = Calls(
             first, variants, watch, StepChecks(program, state, check_every), assignments,
-            nodes=nodes, plain=plain, digest=digest, check_batch_every=check_batch_every,
+            nodes=nodes, plain=plain, program_digest=digest, check_batch_every=check_batch_every,
         )  # fmt: skip
         # nn.Module would register the program, whose parameters are not the canonical ones, as a child
         vars(self).update(
