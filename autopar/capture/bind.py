@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
 from autopar.runtime.call_keys import batch_votes
-from autopar.runtime.step.inputs import constant_text
+from autopar.runtime.step.inputs import constant_text, path_word
 
 TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""
@@ -86,7 +86,7 @@ def bind_inputs(
     leaves: list[Any] = []
     arguments: list[Argument] = []
     for keys, leaf in flat:
-        path = ".".join(map(_word, keys))
+        path = ".".join(map(path_word, keys))
         if isinstance(leaf, Tensor):
             if leaf.is_complex():
                 raise CaptureError(f"input {path} is {leaf.dtype}: complex numbers are not supported; pass two real tensors")
@@ -186,14 +186,6 @@ def _declared(tensors: Mapping[str, Tensor], names: Mapping[str, str], said: Map
             raise CaptureError(f"batch_dim={dim} of {path}: it has shape {tuple(tensor.shape)}")
         found[names[path]] = dim
     return {name: dim for name, dim in found.items() if dim}
-
-
-def _word(key: Any) -> str:
-    if isinstance(key, MappingKey):
-        return str(key.key)
-    if isinstance(key, SequenceKey):
-        return str(key.idx)
-    return str(key.name) if isinstance(key, GetAttrKey) else str(key)
 
 
 def _identifier(path: str, taken: Mapping[str, Tensor]) -> str:

@@ -3,12 +3,10 @@ batch."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
@@ -18,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
+from autopar.runtime.checkpoint.random_state import generators, set_generators
 from autopar.runtime.parallel import Parallel
 
 
@@ -32,13 +31,12 @@ def present_as_one_device() -> None:
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """The global random state is afterwards what it was before."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    host = torch.device("cpu")
+    states = generators(host)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        set_generators(states, host)
 
 
 def first_batch(loader: Any) -> Any:

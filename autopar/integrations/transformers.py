@@ -52,6 +52,7 @@ class Trainer(transformers.Trainer):
     the parallel model."""
 
     model: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -143,15 +144,15 @@ class Trainer(transformers.Trainer):
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.unscale_(inner_optimizer(self.optimizer))
 
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._unscale()
-        return self._parallel.clip_grad_norm_(self.args.max_grad_norm)
+        return self.model.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
             return grad_norm
         self._unscale()
-        return self._parallel.clip_grad_norm_(float("inf"))
+        return self.model.clip_grad_norm_(float("inf"))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         main = inputs.get(getattr(self.plain_skeleton, "main_input_name", "input_ids"))
@@ -164,7 +165,7 @@ class Trainer(transformers.Trainer):
         if ignore_keys is None:
             ignore_keys = getattr(self.plain_skeleton.config, "keys_to_ignore_at_inference", ["past_key_values"])
         asked = () if prediction_loss_only else self._result_names(ignore_keys)
-        with self._parallel.returning(*asked):
+        with self.model.returning(*asked):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _result_names(self, ignored: list[str]) -> list[str]:
@@ -173,20 +174,11 @@ class Trainer(transformers.Trainer):
         left_out = interface.left_out if interface is not None else ()
         return [name for name in dict.fromkeys(path.split(".")[0] for path in left_out) if name not in ignored]
 
-    @property
-    def _parallel(self) -> Parallel:
-        assert isinstance(self.model, Parallel)
-        return self.model
-
-    @property
-    def _scheduler(self) -> Any:
-        return self.lr_scheduler
-
     # -- files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what ``from_pretrained`` reads, on rank 0 (all ranks must call)."""
-        parallel = self._parallel
+        parallel: Parallel = self.model
         adapted = parallel.plain is not None and is_adapted(parallel.plain.skeleton)
         state = adapter_state(parallel.state, parallel.plain) if adapted else parallel.full_state()  # type: ignore[arg-type]
         if self.args.should_save:
@@ -207,9 +199,9 @@ class Trainer(transformers.Trainer):
         wait_for_all()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(output_dir, self._parallel, inner_optimizer(self.optimizer))
+        save_optimizer(output_dir, self.model, inner_optimizer(self.optimizer))
         if self.args.should_save:
-            torch.save(self._scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Python's, numpy's and torch's states, which are equal on all ranks. The streams of the parallel model restart from the
@@ -232,13 +224,13 @@ class Trainer(transformers.Trainer):
         self._restart_streams()
 
     def _restart_streams(self) -> None:
-        self._parallel.reseed(self.args.seed + 7919 * self.state.global_step)
+        self.model.reseed(self.args.seed + 7919 * self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_adapted(self.plain_skeleton):
-            self._parallel.load_pretrained(resume_from_checkpoint)
+            self.model.load_pretrained(resume_from_checkpoint)
         else:
-            load_weights(resume_from_checkpoint, self._parallel)
+            load_weights(resume_from_checkpoint, self.model)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -246,8 +238,8 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _SCHEDULER)):
             return
-        load_optimizer(checkpoint, self._parallel, inner_optimizer(self.optimizer))
-        self._scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        load_optimizer(checkpoint, self.model, inner_optimizer(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
 
 
 class _CalledError(Exception):

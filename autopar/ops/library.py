@@ -14,7 +14,9 @@ Operator = Any
 def operators() -> tuple[Operator, Operator]:
     """``moe_experts``, whose backward recomputes the forward, and ``expert_capacity``. Signatures are flat, as torch.library
     wants."""
-    from autopar.runtime.ops import experts as runtime
+    from autopar.runtime.compat.autograd import autograd_in_kernel
+    from autopar.runtime.ops import experts as on_one_rank
+    from autopar.runtime.ops import mixtures as runtime
 
     @torch.library.custom_op("ap::moe_experts", mutates_args=())
     def moe_experts(
@@ -51,7 +53,11 @@ def operators() -> tuple[Operator, Operator]:
         layout: str,
         capacity: float | None,
     ) -> list[torch.Tensor]:
-        return runtime.moe_experts_gradients(grad, experts, (x, weights, up, down, up_bias, down_bias), activation, layout)
+        operands = (x, weights, up, down, up_bias, down_bias)
+        with autograd_in_kernel():
+            leaves = [None if each is None else each.detach().requires_grad_() for each in operands]
+            result = runtime.moe_experts(leaves[0], experts, *leaves[1:], activation=activation, layout=layout)  # type: ignore[arg-type]
+            return list(torch.autograd.grad(result, [each for each in leaves if each is not None], grad))
 
     @backward.register_fake
     def _(grad: torch.Tensor, x: torch.Tensor, experts: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
@@ -71,7 +77,7 @@ def operators() -> tuple[Operator, Operator]:
 
     @torch.library.custom_op("ap::expert_capacity", mutates_args=())
     def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:
-        return runtime.expert_capacity(experts, number, factor)
+        return on_one_rank.expert_capacity(experts, number, factor)
 
     @expert_capacity.register_fake
     def _(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:

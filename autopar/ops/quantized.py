@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def _refuse_merge(*_: object, **__: object) -> None:
 
 def _plain(path: str, module: nn.Module) -> nn.Module | None:
     """The module in the place of a quantized one; None for any other."""
-    layers, tensors = _imported("bitsandbytes.nn"), _imported("torchao.utils")
+    layers, tensors = sys.modules.get("bitsandbytes.nn"), sys.modules.get("torchao.utils")
     own = dict(module.named_parameters(recurse=False))
     if layers is not None and isinstance(module, layers.Linear4bit):
         return Linear4bit(path, module)
@@ -70,10 +69,6 @@ def _plain(path: str, module: nn.Module) -> nn.Module | None:
         f"{path} has a weight of the type {type(quantized[0]).__name__} of torchao: quantize linear layers by "
         "Int8WeightOnlyConfig(), or in 4 bits by bitsandbytes (load_in_4bit=True)"
     )
-
-
-def _imported(name: str) -> ModuleType | None:
-    return sys.modules.get(name)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

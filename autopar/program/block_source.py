@@ -18,7 +18,7 @@ from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
 from autopar.program.checks import check_attributes, check_identifiers, comment, docstring, quoted, refuse
 from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
 from autopar.program.names import IMPORTED_NAMES, attribute_of, class_names
-from autopar.rules.conversions import axis_conversion
+from autopar.rules.conversions import COLLECTIVES, axis_conversion
 
 INDENT = "    "
 COMMENT_COLUMN = 84
@@ -28,12 +28,6 @@ RECOMPUTE = (
 )
 BATCH_SIZES = {dims.BATCH: "self.mesh.own_examples", WHOLE_BATCH: "self.mesh.all_examples"}
 """The names of the examples of one data rank, and of all, where these have uneven shards of the batch."""
-COLLECTIVE_NAMES = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "all_to_all": "all-to-all",
-}
 
 
 def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
@@ -225,7 +219,8 @@ class _Forward:
         found = axis_conversion(source, target, node.outputs[0].differentiable)
         if found is None:
             return ""
-        forward, backward = (COLLECTIVE_NAMES.get(kind or "", "") for kind in (found.forward, found.backward))
+        kinds = (found.forward, found.backward)
+        forward, backward = (kind.replace("_", "-") if kind in COLLECTIVES else "" for kind in kinds)
         return " | ".join([forward] * bool(forward) + [f"backward {backward}"] * bool(backward))
 
     def _updates(self) -> list[str]:

@@ -77,6 +77,13 @@ class CallsWriter:
 
     # -- __init__
 
+    def init_method(self) -> list[str]:
+        """The lines of ``__init__``; none where it constructs nothing."""
+        if not self.init_lines:
+            return []
+        lines = ["super().__init__(mesh)", *self.init_lines]
+        return [f"{INDENT}def __init__(self, mesh):", *(f"{INDENT * 2}{line}" for line in lines), ""]
+
     def add_attribute(self, calls: list[Call]) -> str:
         """The attribute of the block module of these calls (of several: a ModuleList); adds its lines of ``__init__``."""
         first, many = calls[0], len(calls) > 1

@@ -37,7 +37,8 @@ def export_folder(directory: str | Path, overwrite: bool = False) -> Iterator[Pa
         (part / MARKER).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
         for path in part.rglob("*"):
             if path.is_file():
-                _sync(path)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         _put_in_place(part, target, written)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -95,8 +96,3 @@ def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
     part.rename(target)
     sync_folder(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.passes.readable_names import identifier
-from autopar.runtime.attribute_names import RESERVED_ATTRIBUTES as RESERVED_ATTRIBUTES
 from autopar.runtime.attribute_names import attribute_of as attribute_of
 
 IMPORTED_NAMES = frozenset(

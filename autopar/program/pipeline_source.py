@@ -29,6 +29,7 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
     stale = f"{INDENT}weight_versions = 2  # gradients are those of the weights before the last update"
     versions = [stale] if lowered.weight_versions > 1 else []
+    batch_size = batch_size_source((value.name, value.shape) for value in lowered.inputs)
     program = [
         "class Program(Base):",
         f'{INDENT}"""The whole step of one rank: its model chunks on its batch, in the order of the schedule."""',
@@ -44,29 +45,13 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
         *versions,
         f"{INDENT}loss_dtype = {quoted(lowered.chunks[-1].sends[0].dtype)}",
         "",
-        *_init_method(writer.init_lines),
+        *writer.init_method(),
         *totals.method(lowered),
         f"{INDENT}def micro_batch_size(self{arguments}):",
         f'{INDENT * 2}"""B, of one micro-batch."""',
-        f"{INDENT * 2}return {_micro_batch_size(lowered)}",
+        f"{INDENT * 2}return {batch_size or f'{lowered.batch}  # of the plan: no input has it'}",
     ]
     return [*chunks, program]
-
-
-def _init_method(init_lines: Sequence[str]) -> list[str]:
-    if not init_lines:
-        return []
-    return [
-        f"{INDENT}def __init__(self, mesh):",
-        f"{INDENT * 2}super().__init__(mesh)",
-        *(f"{INDENT * 2}{line}" for line in init_lines),
-        "",
-    ]
-
-
-def _micro_batch_size(lowered: Lowered) -> str:
-    read = batch_size_source((value.name, value.shape) for value in lowered.inputs)
-    return read or f"{lowered.batch}  # of the plan: no input has it"
 
 
 def _boundary_tuple(texts: Sequence[str]) -> list[str]:
@@ -122,7 +107,7 @@ def _chunk_class(
         "",
         f"{INDENT}batch_inputs = ({taken.strip() if len(batch_inputs) == 1 else taken.rstrip(', ')})",
         "",
-        *_init_method(writer.init_lines),
+        *writer.init_method(),
         f"{INDENT}def forward(self{arguments}):",
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
         f"{INDENT * 2}return {return_values(returned, lowered.outputs) if final else ', '.join(returned)}",

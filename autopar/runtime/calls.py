@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from .pipeline.pipeline_step import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
 from .state.fsdp import begin_call, reshard_all
-from .state.materialize import State
 from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
@@ -30,31 +30,26 @@ from .tensors.torch_functions import mark_result, with_plain_gradient
 from .variants import Variant, Variants
 
 
+@dataclass(eq=False)
 class Calls:
     """Runs the calls of one parallel model. `variants`: its programs (None for an exported program, which is the `first` one).
     `nodes`: its modules, whose modes are those of a call. Ranks compare checksums of their batches in the first calls and then in
     one of `check_batch_every` (0: never)."""
 
-    def __init__(
-        self,
-        first: Variant,
-        variants: Variants | None,
-        watch: WatchedWork,
-        checks: StepChecks,
-        assignments: Assignments,
-        *,
-        nodes: list[nn.Module],
-        plain: PlainModel | None,
-        digest: str,
-        check_batch_every: int,
-    ) -> None:
-        self.first, self.variants, self.watch, self.checks, self.assignments = first, variants, watch, checks, assignments
-        self.nodes, self.plain, self.program_digest, self.check_batch_every = nodes, plain, digest, check_batch_every
-        self.program: Program = first.program
-        self.state: State = first.state
-        self.heartbeat = watch.heartbeat
-        self.number = 0
-        self.compared = False
+    first: Variant
+    variants: Variants | None
+    watch: WatchedWork
+    checks: StepChecks
+    assignments: Assignments
+    nodes: list[nn.Module]
+    plain: PlainModel | None
+    program_digest: str
+    check_batch_every: int
+    number: int = 0
+    compared: bool = False
+
+    def __post_init__(self) -> None:
+        self.program, self.state, self.heartbeat = self.first.program, self.first.state, self.watch.heartbeat
 
     def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
         """Return the result of a call. `training`: the mode of the whole model."""

@@ -133,13 +133,13 @@ class Parallel(ShardedModule):
         assignments = Assignments(self, state, plain)
         calls = Calls(
             first, variants, watch, StepChecks(program, state, check_every), assignments,
-            nodes=nodes, plain=plain, digest=digest, check_batch_every=check_batch_every,
+            nodes=nodes, plain=plain, program_digest=digest, check_batch_every=check_batch_every,
         )  # fmt: skip
         # nn.Module would register the program, whose parameters are not the canonical ones, as a child
         vars(self).update(
             program=program, state=state, plain=plain, pipeline_step=step, variants=variants, calls=calls, _watch=watch,
             heartbeat=heartbeat, memory=memory, checkpoints=Checkpoints(), transfers={}, measurement=None,
-            cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step, assignments=assignments,
+            cache_record=CacheRecord(), compiler=compiler, plan=plan, predicted_step=predicted_step,
             _expert_placement=experts, expert_prices=expert_prices,
         )  # fmt: skip
 

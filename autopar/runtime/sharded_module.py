@@ -26,7 +26,6 @@ from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
-from .plain.plain_attributes import attribute_of
 from .plain.plain_model import PlainModel
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
@@ -99,19 +98,6 @@ class ShardedModule(TreeNode):
             if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
                 raise StateError("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Return also plain attributes of the model (``config``) and methods of its class, which are bound to this object;
-        parameters of other stages of a pipeline have no values."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            plain, further = self.__dict__.get("plain"), self.__dict__.get("further_tensors", {})
-            if name in further:
-                return further[name]
-            if plain is None:
-                raise
-        return attribute_of(plain.frozen, plain.skeleton, self, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""

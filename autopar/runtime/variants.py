@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -57,24 +58,21 @@ class VariantParts(NamedTuple):
     context: int = 1
 
 
+@dataclass(eq=False)
 class Variant:
     """A program that computes with the weights of the first one. `whole_batch`: every data rank computes the whole batch, and its
     gradients count as one part of their sum."""
 
-    def __init__(
-        self,
-        program: Program,
-        form: Any,
-        state: State,
-        step: PipelineStep | PipeDreamStep | None = None,
-        *,
-        whole_batch: bool = False,
-        fixed_batch: int = 0,
-        graph: StepGraph | None = None,
-    ) -> None:
-        self.program, self.form, self.state, self.step, self.graph = program, form, state, step, graph
-        self.whole_batch, self.fixed_batch = whole_batch, fixed_batch
-        self.training = program.training
+    program: Program
+    form: Any
+    state: State
+    step: PipelineStep | PipeDreamStep | None = None
+    whole_batch: bool = False
+    fixed_batch: int = 0
+    graph: StepGraph | None = None
+
+    def __post_init__(self) -> None:
+        self.training = self.program.training
 
     @property
     def overlaps_steps(self) -> bool:

@@ -210,7 +210,7 @@ def _dispatched(x: Any, ids: Any, weights: Any, *matrices: Any, axis: LockstepAx
 
     def run(group: list[Any]) -> list[Tensor]:
         whole = [None if m is None else torch.cat([each[3 + i] for each in group]) for i, m in enumerate(matrices)]
-        return [experts.moe_experts(*each[:3], *whole, **options) for each in group]
+        return [mixtures.moe_experts(*each[:3], *whole, **options) for each in group]
 
     return _in_groups(axis, run, (x, ids, weights, *matrices))
 
@@ -230,7 +230,7 @@ COLLECTIVES = SimpleNamespace(
     attention_ring=_attention(-2, True), attention_rows=_attention(-2, False), attention_heads=_attention(-3, False),
     moe_experts_owned=_owned, moe_experts_dispatched=_dispatched, moe_experts_start=_dispatched, moe_experts_wait=lambda x: x,
     expert_capacity=_each(experts.expert_capacity), dropout=lambda x, *_: x,
-    attention=_each(dense_attention.dense), moe_experts=_each(experts.moe_experts), histogram=_each(functions.histogram),
+    attention=_each(dense_attention.dense), moe_experts=_each(mixtures.moe_experts), histogram=_each(functions.histogram),
     rotary_embedding=_each(functions.rotary_embedding), token_log_probs=_each(losses.token_log_probs),
     token_log_probs_sharded=_token_log_probs_sharded, logsumexp_sharded=_logsumexp_sharded,
 )  # fmt: skip

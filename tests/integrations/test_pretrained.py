@@ -9,6 +9,7 @@ import torch
 import transformers
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import sgd, train
 
 SCRIPT = Path(__file__).with_name("pretrained_script.py")
 SMALL = dict(
@@ -55,14 +56,7 @@ def check(make: object, force: str, ranks: RankPool, folder: Path) -> None:
     torch.save(batch, read / "batch.pt")
     for ended in launch(ranks, SCRIPT, 2, str(read), str(written), force, type(model).__name__):
         assert ended.status == 0, ended.stderr[-3000:]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(2):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, [batch] * 2, sgd()).losses
     torch.testing.assert_close(torch.load(written / "losses.pt"), losses, rtol=1e-5, atol=1e-5)
     found, report = type(model).from_pretrained(written, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], report

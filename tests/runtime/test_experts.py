@@ -20,7 +20,8 @@ from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.offload import HostMemory
 from autopar.runtime.ops.expert_activations import ExpertActivation
 from autopar.runtime.ops.expert_load import gather_expert_load, recording_copies
-from autopar.runtime.ops.experts import expert_capacity, moe_experts
+from autopar.runtime.ops.experts import expert_capacity
+from autopar.runtime.ops.mixtures import moe_experts
 from autopar.runtime.step.recompute import Recompute
 
 PARTITIONED = "aot_eager_decomp_partition"

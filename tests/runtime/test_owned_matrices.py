@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.harness.comparison import different_numbers, different_tensors
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -59,14 +60,7 @@ def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.Muon:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range = range(3)) -> list[float]:
-    losses = []
-    for seed in seeds:
-        loss = model(**inputs(seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, map(inputs, seeds), optimizer).losses
 
 
 def parallel_of(force: str) -> Any:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import autopar
 from support.harness.fork_server import Fork, ForkServer
+from support.harness.training_loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "elastic.py"
@@ -225,14 +226,9 @@ def example() -> Any:
 def uninterrupted(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of one process, and its parameters at the end."""
     model = example().make_model(torch.float64)
-    optimizer, text, losses = example().make_optimizer(model), example().corpus(), []
-    for step in range(steps):
-        loss = model(**example().global_batch(text, 1, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    text = example().corpus()
+    batches = (example().global_batch(text, 1, step) for step in range(steps))
+    return train(model, batches, example().make_optimizer).losses, model.state_dict()
 
 
 def check_job(job: ElasticJob, steps: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import parallel_model
+from support.harness.training_loop import Training, parallel_model, sgd, train
 from support.models.zoo.verified import verdict
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_over
@@ -212,22 +212,15 @@ def test_opaque_parts_of_other_code_stay_apart() -> None:
     assert paths == {"layers.0.gate", "layers.1.gate"}
 
 
-def on_rank(text: str, depth: int, x: Tensor) -> tuple[float, float, dict[str, Tensor]]:
+def on_rank(text: str, depth: int, x: Tensor) -> Training:
     model, _ = deep(depth)
     parallel = parallel_model(text, {name: p.detach().clone() for name, p in model.named_parameters()})
     parallel.program.mesh.opaque_modules = whole_modules(model)
-    return *two_steps(parallel, x), parallel.full_state()
+    return two_steps(parallel, x)
 
 
-def two_steps(model: nn.Module, x: Tensor) -> tuple[float, float]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for sign in (1, -1):
-        loss = model(sign * x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses[0], losses[1]
+def two_steps(model: nn.Module, x: Tensor) -> Training:
+    return train(model, [((sign * x,), {}) for sign in (1, -1)], sgd())
 
 
 @pytest.mark.slow
@@ -235,9 +228,9 @@ def two_steps(model: nn.Module, x: Tensor) -> tuple[float, float]:
 def test_folded_opaque_layers_equal_one_process(force: str, ranks: RankPool) -> None:
     model, x = deep(4)
     plan = make_plan(model, "local:4", (x,), force=force)
-    losses = two_steps(model, x)
+    losses = two_steps(model, x).losses
     text = program_text(plan.graph, plan.candidate)
-    for *found, state in ranks.run(on_rank, text, 4, x):
+    for found, _, state in ranks.run(on_rank, text, 4, x):
         assert found == pytest.approx(losses, rel=1e-9)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-9, atol=1e-12)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import parallel_model
+from support.harness.training_loop import Training, parallel_model, sgd, train
 from torch import Tensor, nn
 
 import autopar
@@ -60,23 +60,15 @@ def batch() -> Tensor:
     return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def stepped(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for sign in (1, -1, 1):
-        loss = model(sign * x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), {}
+def stepped(model: nn.Module, x: Tensor) -> Training:
+    return train(model, [((sign * x,), {}) for sign in (1, -1, 1)], sgd())
 
 
-def on_rank(text: str, batchwise: bool, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def on_rank(text: str, batchwise: bool, x: Tensor) -> Training:
     model = net(batchwise)
     parallel = parallel_model(text, {name: p.detach().clone() for name, p in model.named_parameters()})
     parallel.program.mesh.opaque_modules = whole_modules(model)
-    return stepped(parallel, x)[0], parallel.full_state()
+    return stepped(parallel, x)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +91,10 @@ def test_equals_one_process(batchwise: bool, force: str, ranks: RankPool) -> Non
     at = {each.node: each for block in plan.candidate.blocks for each in block.nodes}[node.name]
     assert any("S(0)" in str(where) for where in at.results[0]) == (batchwise and "dp" in force)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    losses, _ = stepped(model, batch())
+    losses = stepped(model, batch()).losses
     assert not any(torch.equal(before[name], parameter) for name, parameter in model.named_parameters()), "a branch never ran"
-    for found, state in ranks.run(on_rank, text, batchwise, batch()):
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+    for found, _, state in ranks.run(on_rank, text, batchwise, batch()):
+        assert found == pytest.approx(losses, rel=1e-9, abs=0)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-9, atol=1e-12)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..device.mesh import MeshHandle
 from ..errors import StateError
-from ..plain.plain_model import PlainModel
+from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
 from ..state.optimizer_state import names_by_group
 
@@ -75,11 +75,9 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
 
 def held_by_plain(model: nn.Module) -> HeldState:
     """Return the state of a plain model on one process."""
-    persistent = {id(each) for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
-    parameters = dict(model.named_parameters())
-    buffers = {name: each for name, each in model.named_buffers() if id(each) in persistent}
-    own = {id(each) for each in (*parameters.values(), *buffers.values())}
-    extra = {key: value for key, value in model.state_dict(keep_vars=True).items() if id(value) not in own}
+    names, extra = first_names(model)
+    saved, parameters = set(names.values()), dict(model.named_parameters())
+    buffers = {name: each for name, each in model.named_buffers() if name in saved}
 
     def load_others(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         if extra:

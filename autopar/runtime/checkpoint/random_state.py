@@ -6,6 +6,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,20 +52,16 @@ def set_generators(states: Mapping[str, Any], device: torch.device, different: i
         random.seed(number)
 
 
+@dataclass
 class RandomState:
     """The random state of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `counts`: of
     the streams of the program (`device.rng`). `axes`: the mesh that it was drawn on."""
 
-    def __init__(
-        self,
-        states: Sequence[Generators],
-        of_rank: Sequence[int],
-        seed: int | None,
-        counts: Mapping[int, int],
-        axes: Mapping[str, int],
-    ) -> None:
-        self.states, self.of_rank, self.seed = list(states), list(of_rank), seed
-        self.counts, self.axes = dict(counts), dict(axes)
+    states: list[Generators]
+    of_rank: list[int]
+    seed: int | None
+    counts: dict[int, int]
+    axes: dict[str, int]
 
     @staticmethod
     def of_all(every: Sequence[tuple[Generators, Mapping[int, int]]], seed: int | None, axes: Mapping[str, int]) -> RandomState:
@@ -76,7 +73,7 @@ class RandomState:
             for key, count in own.items():
                 counts[key] = max(count, counts.get(key, 0))
         states = [every[digests.index(digest)][0] for digest in distinct]
-        return RandomState(states, [distinct.index(digest) for digest in digests], seed, counts, axes)
+        return RandomState(states, [distinct.index(digest) for digest in digests], seed, counts, dict(axes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -47,16 +47,12 @@ class HostCopies:
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy of all, which hold until the next call."""
-        if [_kind(each) for each in self.kept] != [_kind(each) for each in tensors]:
+        if [(each.shape, each.dtype) for each in self.kept] != [(each.shape, each.dtype) for each in tensors]:
             self.kept = []  # freed before the others are made
             self.kept = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
         for own, tensor in zip(self.kept, tensors, strict=True):
             own.copy_(tensor.detach())
         return self.kept
-
-
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def yield_to_others() -> None:
@@ -165,16 +161,12 @@ def collect(
 
 def _local_plan(planner: DefaultSavePlanner) -> SavePlan:
     """Return the parts that this rank could write; those without elements only of tensors without elements."""
-    plan = planner.create_local_plan()
+    plan, items = planner.create_local_plan(), list[WriteItem]()
     for item in plan.items:
-        if item.tensor_data is not None:
-            dtype_name(item.tensor_data.properties.dtype)
-    return replace(plan, items=[item for item in plan.items if item.tensor_data is not None and _wanted(item)])
-
-
-def _wanted(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and (prod(data.chunk.sizes) > 0 or prod(data.size) == 0)
+        if (data := item.tensor_data) is not None:
+            dtype_name(data.properties.dtype)
+            items += [item] * (prod(data.chunk.sizes) > 0 or prod(data.size) == 0)
+    return replace(plan, items=items)
 
 
 def _prepare(

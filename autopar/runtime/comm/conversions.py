@@ -151,56 +151,44 @@ def join_shards(stacked: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     return apart.movedim(0, dim + 1).reshape(*shape[:dim], parts * size * minor, *shape[dim + 1 :])
 
 
-def local_shard(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: int) -> torch.Tensor:
-    """Return the shard of `x` that rank `coordinate` holds under S(dim, parts). A view where the layout allows it."""
+def local_shard(x: torch.Tensor, dim: int, parts: int, size: int, coordinate: int | torch.Tensor) -> torch.Tensor:
+    """Return the shard of `x` that rank `coordinate` holds under S(dim, parts). A view where the layout allows it, and a copy of
+    a coordinate that is a tensor."""
     dim %= x.dim()
     shape = x.shape
     local = shape[dim] // size
-    if parts == 1:
+    if parts == 1 and not isinstance(coordinate, torch.Tensor):
         return x.narrow(dim, coordinate * local, local)
     apart = x.reshape(*shape[:dim], parts, size, local // parts, *shape[dim + 1 :])
-    return apart.select(dim + 1, coordinate).reshape(*shape[:dim], local, *shape[dim + 1 :])
-
-
-def _shard_at(x: torch.Tensor, dim: int, parts: int, size: int, place: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `local_shard` of a coordinate that is a tensor."""
-    dim %= x.dim()
-    shape = x.shape
-    local = shape[dim] // size
-    apart = x.reshape(*shape[:dim], parts, size, local // parts, *shape[dim + 1 :])
-    return apart.index_select(dim + 1, place.view(1)).reshape(*shape[:dim], local, *shape[dim + 1 :])
+    if isinstance(coordinate, torch.Tensor):
+        own = apart.index_select(dim + 1, coordinate.view(1))
+    else:
+        own = apart.select(dim + 1, coordinate)
+    return own.reshape(*shape[:dim], local, *shape[dim + 1 :])
 
 
 def apply_locally(operation: AxisOperation, x: torch.Tensor, size: int, coordinate: int | torch.Tensor) -> torch.Tensor:
-    """An operation that needs no communication. Only ``none`` returns a view."""
-    if isinstance(coordinate, torch.Tensor):
-        return _apply_at(operation, x, size, coordinate)
+    """An operation that needs no communication. Only ``none`` returns a view. With a coordinate that is a tensor it is one graph
+    for all ranks."""
     if operation.kind == "none":
         return alias(x)
     if operation.kind == "slice":  # a copy: a view that is saved for the backward would keep the whole storage
         shard = local_shard(x, operation.dim, operation.parts, size, coordinate)
-        return shard if operation.parts > 1 else shard.clone(memory_format=torch.contiguous_format)
+        is_copy = operation.parts > 1 or isinstance(coordinate, torch.Tensor)
+        return shard if is_copy else shard.clone(memory_format=torch.contiguous_format)
     if operation.kind == "scale":
         return x / size
     if operation.kind == "mask":
         # a new tensor, and one that reads x, on every rank: where some ranks read what a collective brings and others do not,
         # torch.compile repeats that collective in the backward on the former alone
-        return x.masked_fill(x.new_full((), coordinate != 0, dtype=torch.bool), 0)
+        other = coordinate != 0
+        return x.masked_fill(other if isinstance(other, torch.Tensor) else x.new_full((), other, dtype=torch.bool), 0)
     assert operation.kind == "pad", operation.kind
     dim = operation.dim % x.dim()
-    whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim:]))
-    whole.select(dim, coordinate).copy_(x)
-    return join_shards(whole.movedim(dim, 0), dim, operation.parts)
-
-
-def _apply_at(operation: AxisOperation, x: torch.Tensor, size: int, place: torch.Tensor) -> torch.Tensor:
-    """`apply_locally` of an operation that differs by rank, as one graph for all ranks."""
-    if operation.kind == "slice":
-        return _shard_at(x, operation.dim, operation.parts, size, place)
-    if operation.kind == "mask":
-        return x.masked_fill(place != 0, 0)
-    assert operation.kind == "pad", operation.kind
-    dim = operation.dim % x.dim()
-    ranks = torch.arange(size, device=x.device).view(size, *[1] * (x.dim() - dim))
-    whole = torch.where(ranks == place, x.unsqueeze(dim), x.new_zeros(()))
+    if isinstance(coordinate, torch.Tensor):
+        ranks = torch.arange(size, device=x.device).view(size, *[1] * (x.dim() - dim))
+        whole = torch.where(ranks == coordinate, x.unsqueeze(dim), x.new_zeros(()))
+    else:
+        whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim:]))
+        whole.select(dim, coordinate).copy_(x)
     return join_shards(whole.movedim(dim, 0), dim, operation.parts)

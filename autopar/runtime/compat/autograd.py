@@ -98,3 +98,14 @@ def storage_key(tensor: torch.Tensor) -> object:
     """A key that is equal exactly for tensors of one storage, as long as the key lives. Seen on 2.13.0: a weak reference, which
     keeps the address of a freed storage from being reused."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def storage_span(x: torch.Tensor) -> tuple[int, int]:
+    """The range of elements of its storage that a tensor spans: start, end."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
+
+
+def saved_tensor(saved: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what was saved: a tensor, or what the function in its place gives in the backward."""
+    return saved if isinstance(saved, torch.Tensor) else saved()

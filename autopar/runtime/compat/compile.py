@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,10 +48,8 @@ def marked_as_saved_elsewhere(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
-class Compilations(Protocol):
-    """Returns what `compile` returns, for a graph with inputs and options."""
-
-    def __call__(self, graph: fx.GraphModule, inputs: Any, options: str, compile: Callable[[], Any]) -> Any: ...
+Compilations = Callable[[fx.GraphModule, Any, str, Callable[[], Any]], Any]
+"""Returns what its last argument, which compiles, returns, for a graph with inputs and options."""
 
 
 @dataclass(frozen=True, slots=True)

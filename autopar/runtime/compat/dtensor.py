@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
@@ -76,14 +76,8 @@ def without_overrides(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 def random_operations() -> list[Any]:
     """Torch's operations that draw random numbers, by their tag, but for those that only kernels call (of attention, recurrences
     on a device). Seen on 2.13.0; takes 0.1 s, since ``dir(torch.ops.aten)`` has only those that were used."""
-    operations = []
-    for full in torch._C._dispatch_get_all_op_names():
-        name, _, overload = full.removeprefix("aten::").partition(".")
-        if full.startswith("aten::") and (not name.startswith("_") or name in _RANDOM_KERNELS):
-            op = getattr(getattr(torch.ops.aten, name), overload or "default", None)
-            if op is not None and torch.Tag.nondeterministic_seeded in op.tags:
-                operations.append(op)
-    return sorted(operations, key=str)
+    operations = _operations(lambda name: not name.startswith("_") or name in _RANDOM_KERNELS)
+    return [op for op in operations if torch.Tag.nondeterministic_seeded in op.tags]
 
 
 _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dropout"))
@@ -93,14 +87,21 @@ _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dro
 def in_place_operations() -> list[Any]:
     """Torch's operations on one tensor that write into it, by their names and schemas. Seen on 2.13.0."""
     operations = []
+    for op in _operations(lambda name: name.endswith("_") and not name.startswith("_")):
+        first = op._schema.arguments[0] if op._schema.arguments else None
+        if first is not None and first.alias_info is not None and first.alias_info.is_write and str(first.type) == "Tensor":
+            operations.append(op)
+    return operations
+
+
+def _operations(wanted: Callable[[str], bool]) -> list[Any]:
+    """The operations of ATen with these names, in order."""
+    found = []
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
-        if full.startswith("aten::") and name.endswith("_") and not name.startswith("_"):
-            op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-            first = op._schema.arguments[0] if op is not None and op._schema.arguments else None
-            if first is not None and first.alias_info is not None and first.alias_info.is_write and str(first.type) == "Tensor":
-                operations.append(op)
-    return sorted(operations, key=str)
+        if full.startswith("aten::") and wanted(name):
+            found.append(getattr(getattr(torch.ops.aten, name, None), overload or "default", None))
+    return sorted((op for op in found if op is not None), key=str)
 
 
 def collective_operations() -> list[Any]:
@@ -251,11 +252,16 @@ def boxes(tensor: DTensor) -> list[Box]:
 
 def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """(offset in the full tensor, length, start in the local tensor) of each run of consecutive indices along `dim`."""
-    indices = _indices(tensor, dim)
-    breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten().tolist()
-    starts = [0, *(at + 1 for at in breaks)] if len(indices) else []
-    ends = [*starts[1:], len(indices)]
-    return [(int(indices[start]), end - start, start) for start, end in zip(starts, ends, strict=False)]
+    return [(first, count, at) for at, first, count in consecutive_runs(_indices(tensor, dim))]
+
+
+def consecutive_runs(indices: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """The runs of consecutive indices: where each begins in the list, the first index, and how many."""
+    breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().flatten() + 1
+    begins = [0, *breaks.tolist(), len(indices)]
+    for begin, end in zip(begins, begins[1:], strict=False):
+        if end > begin:
+            yield begin, int(indices[begin]), end - begin
 
 
 def _indices(tensor: DTensor, dim: int) -> torch.Tensor:

@@ -13,12 +13,13 @@ The gradient of a handle is a handle, of gradients in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .autograd import apply, autograd_in_kernel, storage_key
+from .autograd import apply, autograd_in_kernel, saved_tensor, storage_key, storage_span
 
 
 def call_eagerly(
@@ -69,15 +70,6 @@ class _EagerCall(NamedTuple):
     flying: Any
 
 
-class _OperandView(NamedTuple):
-    """A saved tensor that is a view of operand `number`; `offset` from its first element."""
-
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
 class _Operands:
     """The operands of a call by storage; `tensors` are there only while the call or its backward runs."""
 
@@ -88,28 +80,23 @@ class _Operands:
 
     def left_out(self) -> saved_tensors_hooks:
         """A context in which autograd does not save what operands have."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, saved_tensor)
 
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | _OperandView:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
         index = self.index.get(storage_key(x))
         if index is None:
             return x
-        start = x.storage_offset() - self.tensors[index].storage_offset()
-        covers = start >= 0 and start + _extent(x) <= _extent(self.tensors[index])
-        return _OperandView(index, tuple(x.shape), x.stride(), int(start)) if covers else x
+        (start, end), (first, last) = storage_span(x), storage_span(self.tensors[index])
+        if start < first or end > last:
+            return x
+        return partial(self._view, index, tuple(x.shape), x.stride(), start - first)
 
-    def _unpack(self, saved: torch.Tensor | _OperandView) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        x, stride = self.tensors[saved.number], self.strides[saved.number]
-        if x.stride() != stride:  # compiled code may lay out in another way what it recomputes
-            x = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
-        return x.as_strided(saved.shape, saved.stride, x.storage_offset() + saved.offset)
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Return the elements of the storage from the first to the last of a tensor."""
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    def _view(self, number: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The view of an operand, `offset` elements from its first one."""
+        x, own = self.tensors[number], self.strides[number]
+        if x.stride() != own:  # compiled code may lay out in another way what it recomputes
+            x = torch.empty_strided(x.shape, own, dtype=x.dtype, device=x.device).copy_(x)
+        return x.as_strided(shape, stride, x.storage_offset() + offset)
 
 
 def _ride(handle: torch.Tensor, value: Any) -> torch.Tensor:

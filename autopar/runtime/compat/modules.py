@@ -32,11 +32,16 @@ def reduce_gradients(module: Any) -> None:
         group.post_backward()
 
 
+def sharded_modules(root: nn.Module) -> list[Any]:
+    """FSDP2's modules in `root`, itself included, in order; untyped, as their state is."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def forget_steps(root: nn.Module) -> None:
     """Wait for what FSDP2's modules in `root` have in flight, and forget it: a capture of a CUDA graph may not wait for an event
     of before it. Between steps. Seen on 2.13.0."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+    for module in sharded_modules(root):
+        if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
 
 
@@ -46,18 +51,16 @@ def drop_failed_step(root: nn.Module) -> None:
     Of a forward: weights that are gathered, or on their way, which the next one would take as they are. Of a backward: its end
     stays queued, so that no later one would reduce gradients, and those that it did not reduce would be added to the next ones,
     which ``reset_iter_state`` leaves."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = _param_groups(state)
-            if state._is_root and state._state_ctx.post_backward_final_callback_queued:
-                module.reset_iter_state()
-            for group in groups:
-                if group._training_state is TrainingState.FORWARD or group._all_gather_result is not None:
-                    group._reset_iter_state()
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+    for module in sharded_modules(root):
+        state = module._get_fsdp_state()
+        if state._is_root and state._state_ctx.post_backward_final_callback_queued:
+            module.reset_iter_state()
+        for group in _param_groups(state):
+            if group._training_state is TrainingState.FORWARD or group._all_gather_result is not None:
+                group._reset_iter_state()
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
 
 def _param_groups(state: Any) -> list[Any]:
@@ -68,8 +71,8 @@ def _param_groups(state: Any) -> list[Any]:
 def train_more(root: nn.Module) -> None:
     """Tell FSDP2's modules in `root` that further parameters of theirs train, whose dtypes they took down at the first forward.
     Seen on 2.13.0."""
-    for module in root.modules():
-        for group in _param_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+    for module in sharded_modules(root):
+        for group in _param_groups(module._get_fsdp_state()):
             group._init_mp_dtypes()
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from ..compat.autograd import storage_span
 from .axis import AxisHandle
 
 
@@ -40,12 +41,6 @@ class HostMemory:
         with torch.cuda.stream(self.stream):
             x = on_host.to(device, non_blocking=True)
             return x, self.stream.record_event()
-
-
-def storage_span(x: torch.Tensor) -> tuple[int, int]:
-    """The range of elements of its storage that a tensor spans: start, end."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
-    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
 
 
 class SavedSpan:

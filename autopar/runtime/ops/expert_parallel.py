@@ -3,7 +3,7 @@ coordinates.
 
 Owned: all tokens are on every rank, and each rank computes the copies of its own experts. Dispatched: tokens are sharded, too.
 Each rank sends every copy, with its weight, to the rank that has its expert; there it is computed, and sent back. The numbers of
-copies are exchanged first. The backward does the same in reverse. Arguments are those of `experts.moe_experts`, with ``up[E / n,
+copies are exchanged first. The backward does the same in reverse. Arguments are those of `mixtures.moe_experts`, with ``up[E / n,
 ...]`` and so on: this rank's experts. Capacity is applied before (`expert_capacity`). Where the axis has `slots`, experts are in
 another order than their numbers (`state.expert_placement`): copies are sorted by slot.
 """
@@ -25,10 +25,12 @@ from .experts import ExpertWeights, SortedCopies, compute_experts, sort_copies, 
 def own_experts(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, own: ExpertWeights, inside: ExpertActivation, axis: AxisHandle
 ) -> torch.Tensor:
-    """Return the partial sum of `experts.moe_experts` over this rank's experts."""
+    """Return the partial sum of `mixtures.moe_experts` over this rank's experts; on an axis of one rank the sum."""
     number, k, width = own.up.shape[0], experts.shape[-1], x.shape[-1]
-    ids = _slots(experts, axis).reshape(-1) - axis.coordinate * number
-    ids = torch.where((ids < 0) | (ids > number), number, ids)
+    ids = _slots(experts, axis).reshape(-1)
+    if axis.size > 1:
+        ids = ids - axis.coordinate * number
+        ids = torch.where((ids < 0) | (ids > number), number, ids)
     order = sort_copies(ids, number, ids.shape[0] // axis.size)
     record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
     return compute_experts(inside, x.reshape(-1, width), order, weights.reshape(-1), k, own).view(x.shape)

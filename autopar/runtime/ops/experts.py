@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..compat.autograd import apply, autograd_in_kernel, has_data
+from ..compat.autograd import apply, has_data
 from .expert_activations import ExpertActivation
-from .expert_load import record_copies
 
 
 class ExpertWeights(NamedTuple):
@@ -137,47 +136,6 @@ def compute_experts(
 ) -> torch.Tensor:
     """Return ``[T, H]``, the weighted sum of the copies of each token. `weights` are ``[T * k]``."""
     return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
-
-
-def moe_experts(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    *,
-    activation: str = "silu",
-    layout: str = "halves",
-    capacity: float | None = None,
-) -> torch.Tensor:
-    """The sum over k of ``weights[..., k] * expert_{experts[..., k]}(x[...])`` of each token: ``[..., H]``, ``[..., K]``, ``[...,
-    K]``.
-
-    `experts` is int64; the number of experts itself means dropped. `capacity`: see `expert_capacity`.
-    """
-    number, k, width = up.shape[0], experts.shape[-1], x.shape[-1]
-    if capacity is not None:
-        experts = expert_capacity(experts, number, capacity)
-    order = sort_copies(experts.reshape(-1), number)
-    record_copies(0, number, order.bounds)
-    matrices = ExpertWeights(up, down, up_bias, down_bias)
-    return compute_experts(
-        ExpertActivation.of(activation, layout), x.reshape(-1, width), order, weights.reshape(-1), k, matrices
-    ).view(x.shape)
-
-
-def moe_experts_gradients(
-    grad: torch.Tensor, experts: torch.Tensor, operands: tuple[torch.Tensor | None, ...], activation: str, layout: str
-) -> list[torch.Tensor]:
-    """Return the gradients for the kernel of an operator: the gradients of all `operands` (x, weights, up, down, biases) that are
-    given."""
-    with autograd_in_kernel():
-        leaves = [None if each is None else each.detach().requires_grad_() for each in operands]
-        x, *others = leaves
-        result = moe_experts(x, experts, *others, activation=activation, layout=layout)  # type: ignore[arg-type]
-        return list(torch.autograd.grad(result, [each for each in leaves if each is not None], grad))
 
 
 def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:

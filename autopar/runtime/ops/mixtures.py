@@ -9,7 +9,6 @@ gradients in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from ..device.axis import AxisHandle
 from .expert_activations import ExpertActivation
 from .expert_parallel import DispatchedTokens, combine_tokens, dispatch_tokens, own_experts
 from .experts import ExpertWeights, expert_capacity
-from .experts import moe_experts as every_expert
 
 _WHOLE = AxisHandle("")
 
@@ -42,12 +40,15 @@ def moe_experts(
     x: Tensor, experts: Tensor, weights: Tensor, *matrices: Tensor | None, activation: str = "silu", layout: str = "halves",
     capacity: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `experts.moe_experts`."""
+    """The sum over k of ``weights[..., k] * expert_{experts[..., k]}(x[...])`` of each token: ``[..., H]``, ``[..., K]``, ``[...,
+    K]``.
+
+    `experts` is int64; the number of experts itself means dropped. `matrices`: see `ExpertWeights`; `capacity`: see
+    `expert_capacity`.
+    """
     if capacity is not None:
         experts = expert_capacity(experts, _first(matrices).shape[0], capacity)
-    if torch.compiler.is_compiling():
-        return _in_graph("every", (x, experts, weights, *matrices), x.shape, _WHOLE, activation, layout)[0]
-    return every_expert(x, experts, weights, *matrices, activation=activation, layout=layout)  # type: ignore[arg-type]
+    return moe_experts_owned(x, experts, weights, *matrices, axis=_WHOLE, activation=activation, layout=layout)
 
 
 def moe_experts_owned(
@@ -55,8 +56,6 @@ def moe_experts_owned(
     layout: str = "halves",
 ) -> Tensor:  # fmt: skip
     """Return the partial sum of `moe_experts` over this rank's experts."""
-    if axis.size == 1:
-        return moe_experts(x, experts, weights, *matrices, activation=activation, layout=layout)
     if torch.compiler.is_compiling():
         return _in_graph("own", (x, experts, weights, *matrices), x.shape, axis, activation, layout)[0]
     return own_experts(x, experts, weights, ExpertWeights(*matrices), ExpertActivation.of(activation, layout), axis)  # type: ignore[arg-type]
@@ -150,7 +149,6 @@ def _traced_call(
     coordinate = coordinate_in(group) if size > 1 else 0
     axis, inside = AxisHandle("", size, coordinate, group, (), slots), ExpertActivation.of(activation, layout)
     functions: dict[str, Callable[..., Any]] = {
-        "every": partial(every_expert, activation=activation, layout=layout),
         "own": lambda x, experts, weights, *matrices: own_experts(x, experts, weights, ExpertWeights(*matrices), inside, axis),
         "start": lambda x, experts, weights: dispatch_tokens(x, experts, weights, shape[0], axis),
         "wait": lambda sent, *matrices: combine_tokens(sent, ExpertWeights(*matrices), inside),

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.modules import clear_forward_order, finish_backward, reduce_gradients
 from ..device.groups import shared_group
-from ..module import BlockModule
-from ..state.fsdp import set_backward_prefetch
+from ..state.fsdp import configure_backward, set_backward_prefetch, zero_stages
 from ..state.gradient_buckets import GradientBuckets, accumulate_gradient
 from ..state.materialize import State
 from .stage_modules import ModelChunk, PipelineProgram
@@ -60,40 +59,30 @@ class ChunkReductions:
 
     def __init__(self, chunk: ModelChunk, buckets: GradientBuckets) -> None:
         self.chunk, self.buckets = chunk, buckets
-        self.sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
-        zero = max((block.zero for _, block, _ in chunk.shared_parameters), default=2)
-        self.zero = {module: module.zero if isinstance(module, BlockModule) else min(2, zero) for module in self.sharded}
+        self.zero = zero_stages(chunk)
         self.had_step = self.reduced = self.whole_beside_split = False
         self.mixed_precision = chunk.precision[0] != (chunk.reduce_dtype or chunk.precision[1])
         """FSDP2 does not reduce accumulated gradients together with those of this backward: they differ in dtype."""
-        set_backward_prefetch(self.sharded, self.zero)
+        set_backward_prefetch(self.zero)
 
     def begin_step(self) -> None:
         self.reduced = False
         if isinstance(self.chunk, FSDPModule):
             clear_forward_order(self.chunk)
 
-    def _configure(self, reduce_from: int, last: bool) -> None:
-        """Tell FSDP2 what to do after a backward: reduce from a ZeRO stage on, and free gathered weights."""
-        for module in self.sharded:
-            zero = self.zero[module]
-            module.set_requires_gradient_sync(zero >= reduce_from, recurse=False)
-            module.set_reshard_after_backward(last or zero == 3, recurse=False)
-        if isinstance(self.chunk, FSDPModule):
-            self.chunk.set_is_last_backward(last)
-
     def before_backward(self, kind: str, last: bool) -> None:
         """Prepare the backward of a micro-batch; `last`: the chunk's last."""
         self.buckets.accumulating = not last
         self.whole_beside_split = kind == "B" and self.mixed_precision and bool(self.chunk.weight_grads.pending)
-        self._configure(4 if kind == "I" or self.whole_beside_split else 0 if last else 2, last)
+        reduce_from = 4 if kind == "I" or self.whole_beside_split else 0 if last else 2
+        configure_backward(self.chunk, self.zero, reduce_from, last)
         self.reduced = last
 
     def backward_weights(self, micro_batch: int, last: bool) -> None:
         """Run the second half of a split backward: the weight gradients."""
         # A parameter that several products use gets a gradient from each: the sums start in `reduce`.
         self.buckets.accumulating = True
-        self._configure(0 if last else 2, last)
+        configure_backward(self.chunk, self.zero, 0 if last else 2, last)
         self.chunk.weight_grads.compute(micro_batch, self._block_done)
         self._reduce_all()
         self.reduced = last
@@ -101,11 +90,11 @@ class ChunkReductions:
     def after_backward(self) -> None:
         """Reduce the gradients of a whole backward that ran while weight gradients of split backwards were pending."""
         if self.whole_beside_split:
-            self._configure(2, False)
+            configure_backward(self.chunk, self.zero, 2, False)
             self._reduce_all()
 
     def _reduce_all(self) -> None:
-        for module in self.sharded:
+        for module in self.zero:
             reduce_gradients(module)
         if isinstance(self.chunk, FSDPModule):
             finish_backward(self.chunk)
@@ -116,20 +105,20 @@ class ChunkReductions:
 
     def unshard(self) -> None:
         """Start the all-gather of the weights."""
-        for module in self.sharded:
-            if self.zero[module] < 3 and self.had_step:
+        for module, stage in self.zero.items():
+            if stage < 3 and self.had_step:
                 module.unshard(async_op=True)
 
     def reshard(self) -> None:
         """Free gathered weights."""
-        for module in self.sharded:
+        for module in self.zero:
             module.reshard()
 
     def reduce(self) -> None:
         """Start the reductions over the data axis that are left."""
         self.had_step = True
         if not self.reduced and isinstance(self.chunk, FSDPModule):
-            self._configure(0, True)
+            configure_backward(self.chunk, self.zero, 0, True)
             self._reduce_all()
         self.reduced = True
         self.buckets.start_all()

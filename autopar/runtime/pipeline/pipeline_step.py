@@ -8,8 +8,8 @@ before the last update. `flush` finishes the last batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.p2p import PendingSend
-from ..compat.autograd import storage_key
+from ..compat.autograd import saved_tensor, storage_key
 from ..compat.dtensor import local_of
 from ..errors import RuntimeProblem
 from ..state.materialize import State
@@ -28,9 +28,7 @@ from ..step.micro_batches import (
     batch_totals,
     compute_gradients,
     deliver_gradients,
-    run_with_deferred_gradients,
     split_micro_batches,
-    sum_losses,
 )
 from ..step.outputs import join_micro_batches
 from .executor import Executor, StepState
@@ -56,8 +54,7 @@ class PipelineStep:
             self.state.loss_scale.begin(self.program.loss_dtype)
             self.executor.loss_scale = self.state.loss_scale
             loss, gradients, outputs = self.compute(inputs)
-            loss = deliver_gradients(self.state, loss, gradients)
-            return loss if loss.requires_grad else loss.requires_grad_(), outputs  # a stage without parameters that train
+            return deliver_gradients(self.state, loss, gradients), outputs
         with torch.no_grad():
             return self._run(inputs), self._outputs()
 
@@ -68,17 +65,11 @@ class PipelineStep:
 
     def _run(self, inputs: Batch) -> torch.Tensor:
         parts = split_micro_batches(self.program, inputs)
-        return self._loss(self.executor.run(parts, batch_totals(self.program, parts)))
+        return _received(*_start_loss(self.program, self.executor.run(parts, batch_totals(self.program, parts))))
 
     def _outputs(self) -> Sequence[torch.Tensor]:
         others, self.executor.outputs = self.executor.outputs, {}
         return join_micro_batches(self.program, [others[number] for number in sorted(others)]) if others else ()
-
-    def _loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        loss, work = _start_loss(self.program, losses)
-        if work is not None:
-            work.wait()
-        return loss
 
 
 @torch.no_grad()
@@ -87,30 +78,25 @@ def _start_loss(program: PipelineProgram, losses: Sequence[torch.Tensor]) -> tup
     float32, as without a pipeline."""
     mesh, dtype = program.mesh, getattr(torch, program.loss_dtype)
     dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    loss = sum_losses(losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
+    loss = reduce(torch.add, losses).to(dtype) if losses else torch.zeros((), dtype=dtype, device=mesh.device)
     if mesh.pp.size == 1:
         return loss, None
     source, group = mesh.rank_in_stage(program.chunk_stages[-1]), mesh.group(mesh.pp.name)
     return loss, dist.broadcast(loss, source, group, async_op=True)
 
 
+def _received(loss: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    if work is not None:
+        work.wait()
+    return loss
+
+
 # -- two weight versions
-
-
-class _SavedWeight(NamedTuple):
-    """A view of a parameter that autograd saved in a forward of a window."""
-
-    parameter: int
-    window: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 class WeightVersions:
     """The weights of two batches. `newest`: the parameters themselves; `old`: copies of the weights that computed the batch
-    before, for its remaining backwards. A saved weight is packed as its index and view, and looked up when the backward unpacks
-    it."""
+    before, for its remaining backwards. A saved weight is looked up when the backward needs it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], wanted: bool) -> None:
         self.newest = [_flat(each) for each in parameters]
@@ -120,7 +106,7 @@ class WeightVersions:
 
     def saving(self) -> saved_tensors_hooks:
         """Saved-tensor hooks around a forward."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, saved_tensor)
 
     def end_window(self) -> None:
         """End the window before the optimizer changes the newest weights."""
@@ -129,17 +115,16 @@ class WeightVersions:
                 old.copy_(newest)
         self.window += 1
 
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | _SavedWeight:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
         index = self.indices.get(storage_key(x))
         if index is None:
             return x
-        return _SavedWeight(index, self.window, tuple(x.shape), x.stride(), int(x.storage_offset()))
+        return partial(self._view, index, self.window, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
-    def _unpack(self, saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        source = self.newest if saved.window == self.window else self.old
-        return source[saved.parameter].as_strided(saved.shape, saved.stride, saved.offset)
+    def _view(self, index: int, window: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The view of a parameter as it was in a window."""
+        source = self.newest if window == self.window else self.old
+        return source[index].as_strided(shape, stride, offset)
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:
@@ -173,7 +158,6 @@ class PipeDreamStep:
         self.partial_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.finished_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.sent: list[PendingSend] = []
-        self.work: dist.Work | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -186,22 +170,20 @@ class PipeDreamStep:
         totals = batch_totals(self.program, parts)
         if not torch.is_grad_enabled():
             return self._evaluate(parts, totals), ()
-        loss = run_with_deferred_gradients(self.state, lambda: self._window(parts, totals))
-        return loss if loss.requires_grad else loss.requires_grad_(), ()
+        return deliver_gradients(self.state, *compute_gradients(self.state, lambda: self._window(parts, totals))), ()
 
     def flush(self) -> torch.Tensor:
         """The loss of the last batch, whose backward hands out its gradients. RuntimeProblem if there is none."""
         if not self.windows_run:
             raise RuntimeProblem("there is no batch to end: call the model before flush()")
-        loss = run_with_deferred_gradients(self.state, self._flush)
-        return loss if loss.requires_grad else loss.requires_grad_()
+        return deliver_gradients(self.state, *compute_gradients(self.state, self._flush))
 
     def _evaluate(self, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Forwards only; sends in flight between two windows are left alone."""
         sent, self.executor.p2p.pending_sends = self.executor.p2p.pending_sends, []
         losses = self.executor.run(parts, dict(totals))
         self.executor.p2p.pending_sends = sent
-        return self._loss(losses)
+        return _received(*_start_loss(self.program, losses))
 
     def _window(self, parts: Sequence[Batch], totals: Mapping[str, torch.Tensor]) -> torch.Tensor:
         self._begin_window()
@@ -212,7 +194,7 @@ class PipeDreamStep:
             *self.step.micro_batches[first + self.count :],
         ]
         self.step.totals = dict(totals)
-        loss = self._loss(self.losses, wait=False)
+        loss, work = _start_loss(self.program, self.losses)
         left = len(self.carried_over)
         if self.windows_run and not left:
             self._reduce_finished()
@@ -228,7 +210,7 @@ class PipeDreamStep:
         self._release_sends()
         self.versions.end_window()
         self.windows_run += 1
-        return self._received(loss)
+        return _received(loss, work)
 
     def _flush(self) -> torch.Tensor:
         self._begin_window()
@@ -237,10 +219,10 @@ class PipeDreamStep:
         self._reduce_finished()
         self._release_sends()
         self._release_sends()
-        loss = self._loss(self.losses, wait=False)
+        loss, work = _start_loss(self.program, self.losses)
         self._end_window()
         self.losses, self.windows_run = [], 0
-        return self._received(loss)
+        return _received(loss, work)
 
     def _run_action(self, action: RankAction, earlier: bool) -> None:
         if action.kind in COMPUTE:
@@ -291,18 +273,6 @@ class PipeDreamStep:
         for each in self.sent:
             each.wait()
         self.sent, p2p.pending_sends = p2p.pending_sends, []
-
-    # -- losses
-
-    def _loss(self, losses: Sequence[torch.Tensor], wait: bool = True) -> torch.Tensor:
-        """Return the sum over all micro-batches; without `wait` it may still be on its way from the last stage."""
-        loss, self.work = _start_loss(self.program, losses)
-        return self._received(loss) if wait else loss
-
-    def _received(self, loss: torch.Tensor) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return loss
 
 
 def _carried_over(actions: Sequence[RankAction]) -> frozenset[int]:

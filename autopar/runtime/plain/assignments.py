@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import StateError
 from ..state.materialize import State
-from .module_tree import Container
 from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"
@@ -39,9 +38,8 @@ class Assignments:
         self._places = [_join(path, name) for path, each in entries for name in each]
         for name, parameter in state.parameters.items():
             parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
-        for _, node in root.named_modules():
-            if isinstance(node, Container):
-                node.__dict__["assignments"] = self
+        for node in root.modules():
+            node.__dict__["assignments"] = self
 
     def check_tree(self) -> None:
         """Raise a StateError where a parameter, buffer or module was replaced, added or deleted past ``setattr``."""
@@ -97,7 +95,7 @@ class Assignments:
                 own[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
     def _set_attribute(self, node: nn.Module, where: str, name: str, value: Any) -> None:
-        model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
+        model = node.__dict__.get("without_data")
         if model is None:
             if self.plain is None and not name.startswith("_"):
                 warnings.warn(
@@ -124,7 +122,7 @@ class Assignments:
         where = _join(self.paths.get(id(node), ""), name)
         if any(name in each for each in (*_members(node), node.__dict__.get("further_tensors", {}))):
             raise self._refused(where)
-        model = node.__dict__.get("without_data") if isinstance(node, Container) else getattr(self.plain, "skeleton", None)
+        model = node.__dict__.get("without_data")
         values = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
         if not values:
             raise AttributeError(f"there is no {where}")

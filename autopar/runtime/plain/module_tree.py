@@ -7,7 +7,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,11 +22,26 @@ from .plain_model import PlainModel
 
 
 class TreeNode(nn.Module):
-    """A module of the tree of a parallel model. Once the tree is whole, `assignments` decides on what is set in it."""
+    """A module of the tree of a parallel model; `without_data`: the module of the plain model that it stands for. Once the tree
+    is whole, `assignments` decides on what is set in it."""
 
     def keeps(self, name: str) -> bool:
         """Return whether an attribute is this object's own, and not the model's."""
         return name == "training"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return also tied parameters, those of other stages of a pipeline, without values, plain attributes of the module
+        (``config``, ``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
+        further = self.__dict__.get("further_tensors", {})
+        if name in further:
+            return further[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("without_data")
+            if module is None or "assignments" not in self.__dict__:
+                raise
+        return attribute_of(self.__dict__["assignments"].plain.frozen, module, self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")
@@ -60,24 +75,6 @@ class Container(TreeNode):
     """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
     ``isinstance`` it is of the class that it stands for."""
 
-    def stands_for(self, module: nn.Module) -> None:
-        """Say which module of the plain model it is; `module` is without data."""
-        self.__dict__["kind"], self.__dict__["without_data"] = type(module), module
-
-    def __getattr__(self, name: str) -> Any:
-        """Return also tied parameters, those of other stages of a pipeline, without values, what the module has beside tensors
-        and modules (``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
-        further = self.__dict__.get("further_tensors", {})
-        if name in further:
-            return further[name]
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("without_data")
-            if module is None or "assignments" not in self.__dict__:
-                raise
-        return attribute_of(self.__dict__["assignments"].plain.frozen, module, self, name)
-
     def _no_module(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["assignments"].refuse(self)
 
@@ -101,7 +98,7 @@ class Container(TreeNode):
 
     @property  # type: ignore[override, misc, unused-ignore]
     def __class__(self) -> Any:  # what isinstance asks for
-        return self.__dict__.get("kind", Container)
+        return type(self.__dict__.get("without_data", self))
 
     @__class__.setter
     def __class__(self, kind: Any) -> None:  # what torch.nn.utils.parametrize does
@@ -137,8 +134,8 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
     nodes: list[nn.Module] = []
     for path, module in plain.skeleton.named_modules():
         node = _child(root, path.split(".") if path else [])
-        if isinstance(node, Container):
-            node.stands_for(module)
+        node.__dict__["without_data"] = module
+        if path:
             node.training = module.training
         nodes.append(node)
     return nodes
@@ -161,8 +158,13 @@ def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> N
 
 
 def register_further_tensors(root: nn.Module, state: State, plain: PlainModel) -> None:
-    """Add tied parameters, and those of other stages, without values."""
-    for name, tensor in further_tensors(state, plain.names).items():
+    """Add tied parameters under their further names, and those of other stages, without values."""
+    held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
+    index = state.index
+    away = {n: _on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
+    every = held | away
+    tied = {key: every[name] for key, name in plain.names.items() if key != name and name in every}
+    for name, tensor in (away | tied).items():
         node, leaf = node_of(root, name)
         node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
 
@@ -206,15 +208,6 @@ class OnAnotherStage(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.message}>"
-
-
-def further_tensors(state: State, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return them by their name in the plain model; `names` are its keys with the first name of each tensor."""
-    held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
-    index = state.index
-    away = {n: _on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
-    every = held | away
-    return away | {key: every[name] for key, name in names.items() if key != name and name in every}
 
 
 def _on_another_stage(name: str, spec: ParameterSpec, stage: int) -> OnAnotherStage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.folders import sync
+from ..checkpoint.tensor_file import write_bytes
 from ..errors import CheckpointProblem
 from .weight_files import INDEX, SINGLE
 
@@ -92,7 +92,8 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
             "metadata": {"total_size": sum(each.size for file in files.values() for each in file)},
             "weight_map": {each.name: name for name, file in files.items() for each in file},
         }
-        write_synced(folder / aside(INDEX), json.dumps(index_text, indent=2, sort_keys=True) + "\n")
+        (folder / aside(INDEX)).unlink(missing_ok=True)  # what a run left that was killed
+        write_bytes(folder / aside(INDEX), (json.dumps(index_text, indent=2, sort_keys=True) + "\n").encode())
         sync(folder)
         (folder / aside(INDEX)).replace(index)
         (folder / SINGLE).unlink(missing_ok=True)
@@ -100,14 +101,6 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
         if _PART.fullmatch(path.name) and path.name not in files:
             path.unlink()
     sync(folder)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Raise an OSError where it cannot be kept."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def discard(folder: Path, names: Sequence[str]) -> None:

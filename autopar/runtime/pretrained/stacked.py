@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.tensor_file import mapped_tensor
+from ..compat.dtensor import consecutive_runs
 from ..state.weight_source import LazyWeight
 
 
@@ -109,7 +110,7 @@ def opened(folder: Path, weight: Weight) -> torch.Tensor:
 def _read(folder: Path, weight: StackedWeight, positions: Sequence[torch.Tensor]) -> torch.Tensor:
     """Read the positions from the files of their tiles."""
     out = torch.empty([len(each) for each in positions], dtype=weight.dtype)
-    runs = [list(_runs(each)) for each in positions]
+    runs = [list(consecutive_runs(each)) for each in positions]
     for tile in weight.tiles:
         parts = [list(_within(run, start, size)) for run, start, size in zip(runs, tile.start, tile.size, strict=True)]
         if not prod(map(len, parts)):
@@ -121,15 +122,6 @@ def _read(folder: Path, weight: StackedWeight, positions: Sequence[torch.Tensor]
                 to, come = to.narrow(dim, begin, count), come.narrow(dim, stored, count)
             to.copy_(come)
     return out
-
-
-def _runs(positions: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Consecutive positions: where they begin in the list, the first, and how many."""
-    breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
-    begins = [0, *breaks.tolist(), len(positions)]
-    for begin, end in zip(begins, begins[1:], strict=False):
-        if end > begin:
-            yield begin, int(positions[begin]), end - begin
 
 
 def _within(runs: Sequence[tuple[int, int, int]], start: int, size: int) -> Iterator[tuple[int, int, int]]:

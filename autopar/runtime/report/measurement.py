@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -111,8 +111,8 @@ class Measurement:
         return {
             "parameters": kinds.get("parameters", 0),
             "optimizer": kinds.get("optimizer", 0),
-            "inputs": _sizes(_tensors(arguments)),
-            "left": max(kinds.get("gradients", 0), _sizes(spare)),
+            "inputs": sum(each.nbytes for each in _tensors(arguments)),
+            "left": max(kinds.get("gradients", 0), sum(each.nbytes for each in spare)),
         }
 
     # -- the result
@@ -175,7 +175,3 @@ def _tensors(arguments: Any) -> list[torch.Tensor]:
     args, _ = arguments
     tree = dict(args[0]) if len(args) == 1 and isinstance(args[0], dict) else arguments
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)

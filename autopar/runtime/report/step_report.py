@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LOGGER = logging.getLogger("autopar")
 _DATA = (DATA_AXIS, "all", TIED)
 
 
+@dataclass(eq=False, repr=False)
 class StepReport:
     """The result of `parallel.report()`, equal on all ranks. `measured` is the JSON of `save`; `predicted` is None for an
     exported program, to which `autopar compare plan.json measured.json` adds it.
@@ -30,14 +32,10 @@ class StepReport:
     are what the first rank of each stage did in the last step, in order: (label, seconds).
     """
 
-    def __init__(
-        self,
-        measured: dict[str, Any],
-        predicted: dict[str, Any] | None,
-        rank: int = 0,
-        spans: Mapping[int, Sequence[tuple[str, float]]] | None = None,
-    ) -> None:
-        self.measured, self.predicted, self.rank, self.spans = measured, predicted, rank, dict(spans or {})
+    measured: dict[str, Any]
+    predicted: dict[str, Any] | None
+    rank: int = 0
+    spans: Mapping[int, Sequence[tuple[str, float]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return as_text(comparison(self.measured, self.predicted))

@@ -5,7 +5,7 @@ share. Without a pipeline, ZeRO-3 prefetches in FSDP2's own order, that of the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..compat.modules import clear_forward_order, drop_failed_step
+from ..compat.modules import clear_forward_order, drop_failed_step, sharded_modules
 from ..module import BlockModule, Program, RootModule
 from .parameter_table import ParameterEntry
 
@@ -42,12 +42,12 @@ def _policy(root: RootModule) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(gathered, getattr(torch, root.reduce_dtype or master), cast_forward_inputs=False)
 
 
-def set_backward_prefetch(sharded: Sequence[FSDPModule], zero: Mapping[Any, int]) -> None:
-    """While a block's backward runs, FSDP2 gathers the block before it, in the order of `sharded`; `zero` is the ZeRO stage of
-    each. By default it goes by the order of forwards, in which the micro-batches of a pipeline alternate."""
-    previous: FSDPModule | None = None
-    for module in sharded:
-        gathered = zero[module] < 3 or previous is None
+def set_backward_prefetch(zero: Mapping[Any, int]) -> None:
+    """While a block's backward runs, FSDP2 gathers the block before it, in the order of `zero`, the ZeRO stage of each module. By
+    default it goes by the order of forwards, in which the micro-batches of a pipeline alternate."""
+    previous: Any = None
+    for module, stage in zero.items():
+        gathered = stage < 3 or previous is None
         module.set_modules_to_backward_prefetch([module if gathered or previous is None else previous])
         previous = module if isinstance(module, BlockModule) else previous
 
@@ -74,32 +74,41 @@ def shard_block(root: RootModule, block: BlockModule, entries: Mapping[str, Para
         entries[name].stored = sharded[attribute]
 
 
+def zero_stages(root: RootModule) -> dict[Any, int]:
+    """The ZeRO stage of each of FSDP2's modules in `root`; its own, of shared parameters, is 2 at most."""
+    shared = min(2, max((block.zero for _, block, _ in root.shared_parameters), default=2))
+    return {module: module.zero if isinstance(module, BlockModule) else shared for module in sharded_modules(root)}
+
+
+def configure_backward(root: RootModule, zero: Mapping[Any, int], reduce_from: int, last: bool) -> None:
+    """Tell FSDP2 what to do in a backward: reduce from a ZeRO stage on, free gathered weights of ZeRO-3, and after the `last` one
+    of a step all others."""
+    for module, stage in zero.items():
+        module.set_requires_gradient_sync(stage >= reduce_from, recurse=False)
+        module.set_reshard_after_backward(last or stage == 3, recurse=False)
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(last)
+
+
 def prepare_backward(program: Program, last: bool) -> None:
     """Tell FSDP2 what to do in the backward of a micro-batch.
 
     ZeRO-1 accumulates unsharded gradients until the last one. ZeRO-1 and 2 leave weights gathered until then, and so does the
     first block of all, which the next forward needs first.
     """
-    sharded = [module for module in program.modules() if isinstance(module, FSDPModule)]
-    first = next((module for module in sharded if isinstance(module, BlockModule)), None)
-    for module in sharded:
-        stage = (
-            module.zero
-            if isinstance(module, BlockModule)
-            else min(2, max((b.zero for _, b, _ in program.shared_parameters), default=2))
-        )
-        module.set_requires_gradient_sync(last or stage >= 2, recurse=False)
-        module.set_reshard_after_backward(last or (stage == 3 and module is not first), recurse=False)
+    zero = zero_stages(program)
+    configure_backward(program, zero, 0 if last else 2, last)
+    first: Any = next((module for module in zero if isinstance(module, BlockModule)), None)
+    if first is not None:
+        first.set_reshard_after_backward(last, recurse=False)
     if isinstance(program, FSDPModule):
-        program.set_is_last_backward(last)
         clear_forward_order(program)
 
 
 def reshard_all(program: Program) -> None:
     """Free all gathered weights: after a forward without a backward, an optimizer step would not update them."""
-    for module in program.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in sharded_modules(program):
+        module.reshard()
 
 
 def begin_call(program: Program) -> None:
@@ -127,7 +136,7 @@ def shard_root(program: RootModule, entries: Mapping[str, ParameterEntry]) -> No
     attributes = {f"shared_{index}": entry for index, entry in enumerate(entries.values())}
     own = {attribute: program._parameters[attribute] for attribute in attributes}
     params = {attribute: parameter for attribute, parameter in own.items() if parameter is not None}
-    inside = {p for module in program.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    inside = {p for module in sharded_modules(program) for p in module.parameters()}
     sharded = _wrap(
         program,
         params,

@@ -4,6 +4,7 @@ node."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..module import Program
 from ..state.fsdp import prepare_backward
 from ..state.loss_scale import LossScale
 from ..state.materialize import State
-from .outputs import join_micro_batches
+from .outputs import join_micro_batches, reduce_parts
 
 Batch = dict[str, torch.Tensor]
 StepResult = tuple[torch.Tensor, Sequence[torch.Tensor]]
@@ -47,7 +48,7 @@ def run_micro_batches(program: Program, state: State, inputs: Batch) -> StepResu
         each, outputs_of_part = split_result(program(**part, **totals))
         losses.append(each)
         others.append(outputs_of_part)
-    return sum_losses(losses), join_micro_batches(program, others)
+    return reduce(torch.add, losses), join_micro_batches(program, others)
 
 
 def compute_step(program: Program, state: State, inputs: Batch) -> ComputedStep:
@@ -86,13 +87,7 @@ def _train(
     finally:  # where a micro-batch raised, a program without micro-batches may be next
         prepare_backward(program.state_program, True)
         state.buckets.accumulating = False
-    return sum_losses(losses)
-
-
-def run_with_deferred_gradients(state: State, train: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The loss that `train` returns, whose backward hands out the gradients that `train` leaves with the parameters."""
-    loss, gradients = compute_gradients(state, train)
-    return deliver_gradients(state, loss, gradients)
+    return reduce(torch.add, losses)
 
 
 def compute_gradients(
@@ -114,19 +109,11 @@ def compute_gradients(
 
 def deliver_gradients(state: State, loss: torch.Tensor, gradients: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
     """Return the loss, whose backward hands out the gradients of the parameters that it reached. One that reached none has no
-    graph."""
+    graph, but on a stage of a pipeline, where it may have reached those of others."""
     if not gradients:
-        return loss
+        return loss if state.stage is None else loss.requires_grad_()
     result: torch.Tensor = apply(_Deliver, loss, list(gradients.values()), state.loss_scale, *gradients)
     return result
-
-
-def sum_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, in order."""
-    loss = losses[0]
-    for other in losses[1:]:
-        loss = loss + other
-    return loss
 
 
 def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:
@@ -158,13 +145,7 @@ def batch_totals(program: Program, parts: Sequence[Batch]) -> Mapping[str, torch
     with torch.no_grad():
         each = [program.count(**part) for part in parts]
         stacked = {name: torch.stack([counted[name] for counted in each]) for name in program.totals}
-        return {name: _reduce(stacked[name], op) for name, op in program.totals.items()}
-
-
-def _reduce(stacked: torch.Tensor, op: str) -> torch.Tensor:
-    if op == "sum":
-        return stacked.sum(0)
-    return stacked.amax(0) if op == "max" else stacked.amin(0)
+        return {name: reduce_parts(stacked[name], op) for name, op in program.totals.items()}
 
 
 class _Deliver(torch.autograd.Function):

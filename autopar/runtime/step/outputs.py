@@ -48,8 +48,12 @@ def _joined(where: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if cut := shard_of(where):
         dim, count = cut
         return torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
-    stacked = torch.stack(list(parts))
-    return stacked.amax(0) if "max" in where else stacked.amin(0) if "min" in where else stacked.sum(0)
+    return reduce_parts(torch.stack(list(parts)), where)
+
+
+def reduce_parts(stacked: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce the first dimension; `op`: max, min or sum, or a partial placement (``P(max)``)."""
+    return stacked.amax(0) if "max" in op else stacked.amin(0) if "min" in op else stacked.sum(0)
 
 
 def _model_axes_within(where: Mapping[str, str]) -> set[str]:

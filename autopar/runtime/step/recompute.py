@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compat.autograd import storage_key
+from ..compat.autograd import saved_tensor, storage_key
 from ..compat.collectives import all_gather, wait_tensor
 from ..compat.compile import marked_as_saved_elsewhere, marked_for_recomputation
 from ..device.axis import AxisHandle
@@ -180,7 +180,7 @@ class _SavedTensor:
         self.value = value
 
     def get(self) -> torch.Tensor:
-        return self.value if isinstance(self.value, torch.Tensor) else self.value()
+        return saved_tensor(self.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class StepGraph:
     """The training steps of a program."""
 
     def __init__(self, program: Program, state: State, stream: CaptureStream, steps: Steps | None) -> None:
-        self.program, self.state, self.stream, self.is_pipeline = program, state, stream, steps is not None
+        self.program, self.state, self.stream = program, state, stream
         self.run_once: Callable[[Batch], StepResult] = steps.run if steps else partial(run_micro_batches, program, state)
         self.compute_once: Callable[[Batch], ComputedStep] = steps.compute if steps else partial(compute_step, program, state)
         self.hooks = _count_hooks(program)
@@ -100,10 +100,7 @@ class StepGraph:
         assert self.computed is not None
         loss, gradients, outputs = self.computed
         copies = {parameter: local_gradient(parameter, local_of(each).clone()) for parameter, each in gradients.items()}
-        delivered = deliver_gradients(self.state, loss.clone(), copies)
-        if self.is_pipeline and not delivered.requires_grad:
-            delivered.requires_grad_()  # a stage without parameters that train
-        return delivered, [each.clone() for each in outputs]
+        return deliver_gradients(self.state, loss.clone(), copies), [each.clone() for each in outputs]
 
     def _compute(self) -> None:
         self.computed = self.compute_once(self.inputs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import parallel_model
+from support.harness.training_loop import Training, parallel_model, sgd, train
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 
@@ -135,21 +135,12 @@ def batch() -> Tensor:
     return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def stepped(model: nn.Module, x: Tensor) -> Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for sign in (1, -1, 1):
-        loss = model(sign * x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+def stepped(model: nn.Module, x: Tensor) -> Training:
+    return train(model, [((sign * x,), {}) for sign in (1, -1, 1)], sgd())
 
 
-def on_rank(text: str, state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    parallel = parallel_model(text, state)
-    return stepped(parallel, x), parallel.full_state()
+def on_rank(text: str, state: dict[str, Tensor], x: Tensor) -> Training:
+    return stepped(parallel_model(text, state), x)
 
 
 @cache
@@ -183,9 +174,9 @@ def test_equals_one_process(name: str, force: str, ranks: RankPool) -> None:
     assert any("S(0)" in str(where) for where in at.results[-1]) == BODIES[name][2]
     model = net(name, captured=False)
     state = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    losses = stepped(model, batch())
-    for found, after in ranks.run(on_rank, text, state, batch()):
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+    losses = stepped(model, batch()).losses
+    for found, _, after in ranks.run(on_rank, text, state, batch()):
+        assert found == pytest.approx(losses, rel=1e-9, abs=0)
         for key, parameter in model.named_parameters():
             assert key in after or parameter.grad is None, key  # what no branch reads is in no program
             if key in after:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import train
 from torch import Tensor, nn
 
 import autopar
@@ -117,25 +117,13 @@ def test_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- on ranks
 
 
-def trained(model: Any, steps: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(steps):
-        loss = model(**batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def script(force: str, world: int, expected: list[float]) -> tuple[float, bool]:
     """The largest difference of a loss, relative, and whether anything differs at all."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel = autopar.parallelize(Net(), with_float8(f"local:{world}"), batch(), precision="fp8", force=force, cache=False)
-    found = trained(parallel, len(expected))
+    found = train(parallel, map(batch, range(len(expected)))).losses
     ragged = {name: tensor[:30] for name, tensor in batch(1).items()}  # another program, in float8 too
     parallel.eval()
     with torch.no_grad():
@@ -148,7 +136,7 @@ def script(force: str, world: int, expected: list[float]) -> tuple[float, bool]:
 @pytest.mark.parametrize(("force", "world"), [("dp=2,zero=3", 2), ("tp=2", 2), ("dp=2,tp=2", 4), ("pp=2", 2)])
 def test_losses_follow_float32(force: str, world: int, ranks: RankPool) -> None:
     torch.manual_seed(0)
-    expected = trained(Net(), 20)
+    expected = train(Net(), map(batch, range(20))).losses
     assert expected[-1] < 0.9 * expected[0]
     for far, differs in ranks.run(script, force, world, expected, world=world, timeout=120):
         assert far < 0.03 and differs

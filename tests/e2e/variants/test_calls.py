@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import step_alike
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -68,16 +68,7 @@ class Pair:
 
     def step(self, *inputs: Tensor, **more: Any) -> None:
         """A training step of both."""
-        losses = []
-        for model, optimizer in zip(self.both, self.optimizers, strict=True):
-            optimizer.zero_grad()
-            _, loss = model(*inputs, **more)
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        same_gradients(*self.both)
+        step_alike(self.both, self.optimizers, *inputs, **more)
 
     def same_values(self, *inputs: Tensor) -> None:
         found, expected = (model(*inputs) for model in self.both)

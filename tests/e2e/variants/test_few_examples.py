@@ -7,13 +7,12 @@ import linecache
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from e2e.packed.test_packed_documents import SHALLOW_LLAMA, packed_batch
 from e2e.variants.test_ragged_batches import WORDS, Language, routed
-from support.harness.comparison import same_gradients
+from support.harness.comparison import same_gradients, step_alike
 from support.harness.end_to_end import sharding_wins
 from support.harness.rank_pool import RankPool
 from support.models.model_families import families
@@ -60,20 +59,10 @@ def trains(name: str, force: str) -> list[str]:
     torch.manual_seed(1)
     plain = make().double()
     parallel = autopar.parallelize(deepcopy(plain), sharding_wins(4), batch(8, 16, 0), force=force, cache=False)
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, eps=1e-4) for each in (parallel, plain)]
+    both = parallel, plain
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, eps=1e-4) for each in both]
     for number, (size, length) in enumerate(((8, 16), (1, 64), (8, 16), (2, 32), (1, 64))):
-        losses = []
-        for each, optimizer in zip((parallel, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            result: Any = each(**batch(size, length, number))
-            loss = result.loss if hasattr(result, "loss") else result[-1] if isinstance(result, tuple) else result
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=tolerance), (size, length)
-        if tolerance < 1e-8:
-            same_gradients(parallel, plain)
-        for optimizer in optimizers:
-            optimizer.step()
+        step_alike(both, optimizers, tolerance=tolerance, **batch(size, length, number))
     held = parallel.full_state()
     for key, tensor in plain.state_dict().items():
         torch.testing.assert_close(held[key], tensor, rtol=10 * tolerance, atol=1e-10 if tolerance < 1e-8 else 1e-8, msg=key)

@@ -15,6 +15,7 @@ from e2e.packed.test_packed_documents import SHALLOW_LLAMA
 from e2e.variants.test_batch_sampler import natural_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.harness.comparison import step_alike
 from support.harness.end_to_end import sharding_wins
 from support.harness.rank_pool import RankPool
 from support.models.small_models import VOCABULARY, make_case
@@ -169,15 +170,7 @@ def trained(degrees: str) -> tuple[int, int, list[list[int]]]:
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, eps=1e-4) for each in (parallel, plain)]
     loader: Any = DataLoader(DATASET, batch_sampler=sampler, collate_fn=sampler.collate)  # type: ignore[arg-type]
     for batch in loader:
-        losses = []
-        for each, optimizer in zip((parallel, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = each(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # transformers' losses are in float32
-        for optimizer in optimizers:
-            optimizer.step()
+        step_alike((parallel, plain), optimizers, tolerance=1e-6, **batch)  # transformers' losses are in float32
     held = parallel.full_state()
     for key, tensor in plain.state_dict().items():
         torch.testing.assert_close(held[key], tensor, rtol=1e-5, atol=1e-8, msg=key)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import same_gradients, step_alike
 from support.harness.rank_pool import RankPool
 from support.models.routed_mlp import RoutedMlp
 from torch import Tensor, nn
@@ -101,17 +101,7 @@ def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict
     parallel = autopar.parallelize(plain, "local:4", batch(8), force=force, cache=False)
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (parallel, plain)]
     for number, size in enumerate((8, 7, 5, 7, 8)):
-        losses = []
-        for each, optimizer in zip((parallel, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            result = each(**batch(size, number))
-            loss = result[-1] if isinstance(result, tuple) else result
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-9), size
-        for optimizer in optimizers:
-            optimizer.step()
-        same_gradients(parallel, plain)
+        step_alike((parallel, plain), optimizers, **batch(size, number))
         dp = parallel.program.mesh.dp.size
         if size % dp and uneven:
             assert shares_of_last_call(parallel) == shares_of(size, dp), size

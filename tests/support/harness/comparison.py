@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from support.harness.training_loop import Training
+from support.harness.training_loop import Training, loss_of
 
 NOISE = 1e-3
 """A gradient smaller than this share of the largest gradient of all is noise (mathematically zero, such as a key bias's)."""
@@ -78,6 +78,25 @@ def training_differences(found: Training, expected: Training, tolerance: float =
         *different_tensors("state", *({name: each.state[name] for name in both} for each in (found, expected)), tolerance,
                            smallest=1e-9),
     ]  # fmt: skip
+
+
+def step_alike(
+    models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], *inputs: Tensor, tolerance: float = 1e-9, **more: Any
+) -> None:
+    """A training step of a parallel model and of the plain one. AssertionError where their losses differ by more than
+    `tolerance`, or, but for losses in float32, their gradients."""
+    losses = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        result = model(*inputs, **more)
+        loss = result[-1] if isinstance(result, tuple) else loss_of(result)
+        loss.backward()
+        losses.append(loss.item())
+    assert not (wrong := different_numbers("loss", losses[:1], losses[1:], tolerance)), wrong
+    for optimizer in optimizers:
+        optimizer.step()
+    if tolerance < 1e-8:
+        same_gradients(*models)
 
 
 def same_gradients(parallel: Any, plain: nn.Module) -> None:

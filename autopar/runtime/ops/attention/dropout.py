@@ -6,7 +6,7 @@ calls this as it is: the seed is a tensor of the traced graph, and the backward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,35 +25,28 @@ def attention_dropout(
 ) -> Tensor:  # fmt: skip
     """Return ``scaled_dot_product_attention`` with the dropout mask of this shard's stream. Arguments are those of torch's
     function."""
-    if not training:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not training:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, **options | {"dropout_p": 0.0})
     if torch.compiler.is_compiling():
         seed = next_seed(mesh, sharded_axes)
         return apply(_AttentionDropout, options, seed, q, k, v, attn_mask)  # type: ignore[no-any-return]
-    return _attend(seed_stream(shard_key(mesh, sharded_axes)).next_seed(), q, k, v, attn_mask, **options)
+    return _attend(seed_stream(shard_key(mesh, sharded_axes)).next_seed(), q, k, v, attn_mask, options)
 
 
 @contextmanager
 def _seeded(seed: int | Tensor, device: torch.device) -> Iterator[None]:
     """Let torch's own generator of a device begin at a seed, and go on after it as if nothing had been drawn."""
-    own = torch.default_generator if device.type != "cuda" else torch.cuda.default_generators[device.index]
-    before = own.get_state()
-    own.manual_seed(int(seed))
-    try:
+    on_device = device.type == "cuda"
+    own = torch.cuda.default_generators[device.index] if on_device else torch.default_generator
+    with torch.random.fork_rng([device.index] if on_device else []):
+        own.manual_seed(int(seed))
         yield
-    finally:
-        own.set_state(before)
 
 
-def _attend(
-    seed: int | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool,
-) -> Tensor:  # fmt: skip
+def _attend(seed: int | Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:
     with _seeded(seed, q.device):
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
 @torch.library.custom_op("autopar::attention_dropout", mutates_args=())
@@ -62,7 +55,7 @@ def _traced_attend(
     scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return _attend(seed, q, k, v, mask, **options).contiguous()
+    return _attend(seed, q, k, v, mask, options).contiguous()
 
 
 @_traced_attend.register_fake
@@ -80,7 +73,7 @@ def _traced_gradients(
         q, k, v = (x.detach().requires_grad_(want) for x, want in zip((q, k, v), wanted, strict=False))
         mask = None if mask is None else mask.detach().requires_grad_(wanted[3])
         options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        result = _attend(seed, q, k, v, mask, **options)
+        result = _attend(seed, q, k, v, mask, options)
         leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
         return [each.contiguous() for each in torch.autograd.grad(result, leaves, grad)]
 

@@ -35,31 +35,14 @@ def without(value: list[int], at: int, put: int = 0) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """The `before` and `after` rows of dimension `dim` beside the shard of rank `coordinate` of `size`; `fill` lies beyond
-    the image (None: its outermost row once more)."""
+    """The `before` and `after` rows of dimension `dim` beside this rank's shard on `axis`; `fill` lies beyond the image (None:
+    its outermost row once more)."""
 
+    axis: AxisHandle
     dim: int
     before: int
     after: int
-    size: int
-    coordinate: int
-    group: str
     fill: float | None = 0.0
-
-    @staticmethod
-    def on(axis: AxisHandle, dim: int, before: int, after: int, fill: float | None = 0.0) -> Halo:
-        """The halo of this rank on a mesh axis."""
-        return Halo(dim, before, after, axis.size, axis.coordinate, axis.group_name, fill)
-
-    @property
-    def first(self) -> bool:
-        """Return whether this rank has the first shard."""
-        return self.coordinate == 0
-
-    @property
-    def last(self) -> bool:
-        """Return whether this rank has the last shard."""
-        return self.coordinate == self.size - 1
 
     def exchange(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The `before` rows of the shard before, and the `after` rows of the one after."""
@@ -97,22 +80,24 @@ class Halo:
         self, up: torch.Tensor, down: torch.Tensor, from_above: int, from_below: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Send `up` to the rank before and `down` to the one after; the rows received from each (None: there is none)."""
-        if self.size == 1:
+        size, place = self.axis.size, self.axis.coordinate
+        if size == 1:
             return None, None
+        first, last = place == 0, place == size - 1
         shape = list(up.shape)
         row = up.numel() // up.shape[self.dim] if up.shape[self.dim] else down.numel() // max(1, down.shape[self.dim])
-        send, receive = [0] * self.size, [0] * self.size
+        send, receive = [0] * size, [0] * size
         parts = []
-        if not self.first:
-            send[self.coordinate - 1], receive[self.coordinate - 1] = up.numel(), from_above * row
+        if not first:
+            send[place - 1], receive[place - 1] = up.numel(), from_above * row
             parts.append(up.reshape(-1))
-        if not self.last:
-            send[self.coordinate + 1], receive[self.coordinate + 1] = down.numel(), from_below * row
+        if not last:
+            send[place + 1], receive[place + 1] = down.numel(), from_below * row
             parts.append(down.reshape(-1))
-        flat = wait_tensor(all_to_all_rows(torch.cat(parts), receive, send, self.group))
-        above, below = flat.split([sum(receive[: self.coordinate]), sum(receive[self.coordinate :])])
+        flat = wait_tensor(all_to_all_rows(torch.cat(parts), receive, send, self.axis.group_name))
+        above, below = flat.split([sum(receive[:place]), sum(receive[place:])])
         sides = []
-        for part, count, beyond in ((above, from_above, self.first), (below, from_below, self.last)):
+        for part, count, beyond in ((above, from_above, first), (below, from_below, last)):
             shape[self.dim] = count
             sides.append(None if beyond else part.view(shape))
         return sides[0], sides[1]
@@ -188,7 +173,7 @@ def convolution_halo(
     if isinstance(padding, str):
         padding = [size // 2 if padding == "same" else 0 for size in reach]
     padding = each(padding, count)
-    halo = Halo.on(axis, dim, padding[at], max(0, reach[at] + 1 - stride[at] - padding[at]))
+    halo = Halo(axis, dim, padding[at], max(0, reach[at] + 1 - stride[at] - padding[at]))
     return apply(_Convolution, halo, stride, without(padding, at), dilation, groups, x, weight, bias)  # type: ignore[no-any-return]
 
 
@@ -200,7 +185,7 @@ def transposed_convolution_halo(
     count, at = weight.dim() - 2, dim - 2
     stride, padding, dilation = each(stride, count), each(padding, count), each(dilation, count)
     before = (dilation[at] * (weight.shape[dim] - 1) - padding[at]) // stride[at]
-    halo = Halo.on(axis, dim, before, -(-padding[at] // stride[at]))
+    halo = Halo(axis, dim, before, -(-padding[at] // stride[at]))
     more = without(each(output_padding, count), at)
     whole = torch.conv_transpose1d if count == 1 else torch.conv_transpose2d if count == 2 else torch.conv_transpose3d
     out = whole(with_halo(x, halo), weight, bias, stride, without(padding, at), more, groups, dilation)
@@ -220,7 +205,7 @@ def max_pool_halo(
     kernel, padding, dilation = each(kernel, count), each(padding, count), each(dilation, count)
     stride = each(stride, count) or kernel
     after = max(0, dilation[at] * (kernel[at] - 1) + 1 - stride[at] - padding[at])
-    whole = with_halo(x, Halo.on(axis, dim, padding[at], after, float("-inf")))
+    whole = with_halo(x, Halo(axis, dim, padding[at], after, float("-inf")))
     return _MAXIMUM[count - 1](whole, kernel, stride, without(padding, at), dilation)
 
 
@@ -231,7 +216,7 @@ def avg_pool_halo(
     count, at = x.dim() - 2, dim - 2
     kernel, padding = each(kernel, count), each(padding, count)
     stride = each(stride, count) or kernel
-    whole = with_halo(x, Halo.on(axis, dim, padding[at], max(0, kernel[at] - stride[at] - padding[at])))
+    whole = with_halo(x, Halo(axis, dim, padding[at], max(0, kernel[at] - stride[at] - padding[at])))
     return _AVERAGE[count - 1](whole, kernel, stride, without(padding, at))
 
 
@@ -243,7 +228,7 @@ def interpolate_halo(
     whole number of times as long; `size` is that of this rank. Beyond the image its outermost row is repeated, as in the
     operation."""
     at, rows, mode = dim - 2, x.shape[dim], _LINEAR[x.dim() - 3]
-    whole = with_halo(x, Halo.on(axis, dim, 1, 1, None))
+    whole = with_halo(x, Halo(axis, dim, 1, 1, None))
     if align_corners:
         larger = list(size or [int(length * scale) for length, scale in zip(x.shape[2:], scales or (), strict=True)])
         others = F.interpolate(whole, size=without(larger, at, rows + 2), mode=mode, align_corners=True)
