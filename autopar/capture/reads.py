@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.draws import DrawRecord, no_draws, place_of
@@ -34,7 +34,7 @@ _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "fun
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
     first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
-    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `kept`: the tensors."""
+    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `states`: tensors."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
@@ -43,7 +43,7 @@ class ReadRecord:
     seen: set[tuple[int, str]] = field(default_factory=set)
     reset: set[tuple[int, str]] = field(default_factory=set)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
-    kept: dict[tuple[str, str], tuple[tuple[Tensor, ...], str]] = field(default_factory=dict)
+    states: dict[tuple[str, str], tuple[tuple[Tensor, ...], str]] = field(default_factory=dict)
     draws: DrawRecord = field(default_factory=DrawRecord)
 
     @property
@@ -114,7 +114,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
                 record.counters[place] = (value, place_of(sys._getframe(1)))
             tensors = _tensors(value) if counts and id(module) in paths and not is_dynamo_compiling() else ()
             if tensors and module._buffers.get(name) is None:
-                record.kept[place] = (tensors, place_of(sys._getframe(1)))
+                record.states[place] = (tensors, place_of(sys._getframe(1)))
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:
@@ -145,7 +145,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             yield
     for (module, name), (value, before, line) in contents.items():
         if more := tuple(each for each in _tensors(value) if not any(each is old for old in before)):
-            record.kept[paths[module], name] = (more, line)
+            record.states[paths[module], name] = (more, line)
 
 
 def _refuse_parameters(module: nn.Module) -> None:
@@ -153,8 +153,8 @@ def _refuse_parameters(module: nn.Module) -> None:
     own = (p for p in vars(module).get("_parameters", {}).values() if p is not None)
     if any(p.requires_grad and not p.is_meta and not isinstance(p, FakeTensor) for p in own):
         raise CaptureError(
-            f"{place_of(sys._getframe(2))}: {type(module).__name__} is no part of the model, and nobody would train its parameters: "
-            "make it an attribute of a module, or freeze it (requires_grad_(False))"
+            f"{place_of(sys._getframe(2))}: {type(module).__name__} is no part of the model, and nobody would train its "
+            "parameters: make it an attribute of a module, or freeze it (requires_grad_(False))"
         )
 
 
@@ -223,7 +223,8 @@ def refuse_gradients(names: Sequence[NamedValue]) -> None:
     for each in names:
         if isinstance(value := each.at.get(each.name, None), Tensor) and value.requires_grad and value.is_leaf:
             raise CaptureError(
-                f"{each.place} takes a gradient and is no part of the model, so nobody would train it: make it a parameter of a module"
+                f"{each.place} takes a gradient and is no part of the model, so nobody would train it: make it a parameter of a "
+                "module"
             )
 
 

@@ -58,18 +58,18 @@ def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:
             )
 
 
-def refuse_kept_tensors(program: ExportedProgram, kept: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str]]) -> None:
+def refuse_states(program: ExportedProgram, states: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str]]) -> None:
     """CaptureError where a tensor that the forward keeps for the next one, in an attribute that is no buffer, depends on the
     batch (a cache of positions does not). They are the last results of `program`, by (path, name), with the line."""
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str) and name in nodes}
     results = list(next(iter(reversed(program.graph.nodes))).args[0])
-    places = [(place, line) for place, (tensors, line) in kept.items() for _ in tensors]
+    places = [(place, line) for place, (tensors, line) in states.items() for _ in tensors]
     for ((path, name), line), result in zip(places, results[-len(places) :], strict=True):
         if _reads_values(result, inputs):
             raise CaptureError(
-                f"{line}: the forward keeps {path + '.' if path else ''}{name} for the next one, which a program does not: make it "
-                "a buffer of this shape (register_buffer), or pass it in with the batch and return it"
+                f"{line}: the forward keeps {path + '.' if path else ''}{name} for the next one, which a program does not: make "
+                "it a buffer of this shape (register_buffer), or pass it in with the batch and return it"
             )
 
 
@@ -80,7 +80,8 @@ def _reads_values(result: Any, inputs: Collection[Node]) -> bool:
         node = todo.pop()
         if node in inputs:
             return True
-        sized = str(node.target).startswith("aten.new_") or "_like." in str(node.target)
+        _, name, *_ = *str(node.target).split("."), ""
+        sized = name.startswith("new_") or name.endswith("_like")
         if node not in seen and isinstance(node.meta.get("val"), Tensor) and not sized:
             seen.add(node)
             todo += node.all_input_nodes

@@ -19,7 +19,7 @@ from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
 from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.buffers import assigned_buffers, refuse_kept_tensors, refuse_shared_buffers
+from autopar.capture.tracing.buffers import assigned_buffers, refuse_shared_buffers, refuse_states
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
@@ -100,10 +100,10 @@ class LossOnly(nn.Module):
         results: Results,
         tell: Callable[[ResultForm], None],
         note: Callable[[ReadRecord], None],
-        with_kept: bool,
+        with_states: bool,
     ) -> None:
         super().__init__()
-        self.module, self.with_kept = model, with_kept
+        self.module, self.with_states = model, with_states
         self.bound = bound
         self.compute_dtype = compute_dtype
         self.results = results
@@ -127,8 +127,8 @@ class LossOnly(nn.Module):
         self.note(record)
         returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
-        kept = [tensor for tensors, _ in record.kept.values() for tensor in tensors] if self.with_kept else []
-        return (returned.loss, *returned.outputs.values(), *kept) if returned.outputs or kept else returned.loss
+        states = [tensor for tensors, _ in record.states.values() for tensor in tensors] if self.with_states else []
+        return (returned.loss, *returned.outputs.values(), *states) if returned.outputs or states else returned.loss
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
         """The number of examples of a batch."""
@@ -179,9 +179,9 @@ def trace(
             if program is None:
                 continue
             form, paths, left_out = attempt.forms[-1]
-            if kept := attempt.records[-1].kept:
-                refuse_kept_tensors(program, kept)
-                program = attempt.export({}, with_kept=False) or program
+            if states := attempt.records[-1].states:
+                refuse_states(program, states)
+                program = attempt.export({}, with_states=False) or program
             refuse_counters(attempt.export, attempt.records)
             refuse_shared_buffers(model, program)
             interface = replace(bound.interface, returns=form, left_out=left_out)
@@ -229,14 +229,14 @@ class _Attempt:
     values: ConcreteValues = field(default_factory=ConcreteValues)
     clone: LossOnly | None = None
 
-    def export(self, start: Mapping[tuple[str, str], Any], with_kept: bool = True) -> ExportedProgram | None:
-        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_kept`: the tensors
-        that the forward keeps are its last results."""
+    def export(self, start: Mapping[tuple[str, str], Any], with_states: bool = True) -> ExportedProgram | None:
+        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_states`: tensors that
+        the forward keeps are its last results."""
         with ExitStack() as stack:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
             self.clone = clone = LossOnly(
-                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append, with_kept
+                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append, with_states
             )  # fmt: skip
             for (path, name), value in start.items():
                 setattr(copied.get_submodule(path), name, value)

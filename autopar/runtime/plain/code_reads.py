@@ -126,7 +126,8 @@ class _Walk:
             for kind in self.classes:
                 self.add(inspect.getattr_static(kind, name, None))
         # An attribute may be called like a global that the script sets in every step (`loss`).
-        for name in dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")):
+        loads = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        for name in dict.fromkeys(loads):
             if name in function.__globals__:
                 self._value(name, function.__globals__, f"{function.__module__}.{name}", code.co_names)
                 self._outside(name, function.__globals__[name], code)
@@ -187,6 +188,8 @@ def _is_own(kind: type) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Return whether a value is what scripts keep settings in."""
-    if isinstance(value, (*LEAVES, torch.Tensor)) or type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
+    if isinstance(value, (*LEAVES, torch.Tensor)):
+        return True
+    if type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
         return True
     return is_dataclass(value) or (_is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))

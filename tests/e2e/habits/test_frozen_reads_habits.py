@@ -268,6 +268,12 @@ def change_the_loss(plan: str) -> None:
         torch.testing.assert_close(parallel(*inputs).detach(), smooth(reference(x, ids), target).detach())
 
 
+def _fill_a_cache(model: Any, x: Tensor) -> Any:
+    if model.positions is None:
+        model.positions = torch.ones_like(x)
+    return model.positions.sum()
+
+
 def keep_a_tensor(plan: str) -> str:
     """In an attribute, in one that is None at first, in a dictionary; a cache of positions is none."""
 
@@ -285,8 +291,7 @@ def keep_a_tensor(plan: str) -> str:
     for hidden in ({}, [torch.zeros(())], None):
         said = refusal(lambda hidden=hidden: start(computing(compute, hidden=hidden, positions=None)))
         assert "test_frozen_reads_habits.py:" in said or dist.get_rank()
-    kept = lambda model, x: (model.positions is None and setattr(model, "positions", torch.ones_like(x)), model.positions.sum())[1]  # noqa: E731
-    equals_one_process(start(computing(kept, positions=None)), computing(kept, positions=None), steps=1)
+    equals_one_process(start(computing(_fill_a_cache, positions=None)), computing(_fill_a_cache, positions=None), steps=1)
     return said
 
 
