@@ -230,8 +230,8 @@ class _Attempt:
     clone: LossOnly | None = None
 
     def export(self, start: Mapping[tuple[str, str], Any], with_states: bool = True) -> ExportedProgram | None:
-        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_states`: tensors that
-        the forward keeps are its last results."""
+        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_states`: its last
+        results are the tensors that the forward keeps."""
         with ExitStack() as stack:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
