@@ -11,6 +11,7 @@ from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
 from autopar.solve.search_state import SearchState
+from autopar.solve.space.grid import GridPoint
 
 _MAX_POINTS = 8
 """Points that are tried for a plan where the time limit left none."""
@@ -23,14 +24,16 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
     memory_plan = search.fitting_plan(state.graph, state.cluster, state.options)
     if memory_plan is None:
         return None
-    plan, pipeline = memory_plan.candidate, memory_plan.candidate.pipeline
     if any(whole > MOST_REDUNDANT for axis, whole in memory_plan.evaluation.redundant_share if axis in state.options.force):
         return None
     return MeshSolution(
-        mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=memory_plan.evaluation.step_seconds, candidate=plan,
-        evaluation=memory_plan.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
-        virtual=pipeline.virtual, schedule=pipeline.schedule, graph=memory_plan.graph,
-    )  # fmt: skip
+        GridPoint.of(memory_plan.candidate),
+        status=Status.FEASIBLE,
+        objective_seconds=memory_plan.evaluation.step_seconds,
+        candidate=memory_plan.candidate,
+        evaluation=memory_plan.evaluation,
+        graph=memory_plan.graph,
+    )
 
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:

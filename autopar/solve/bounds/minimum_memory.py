@@ -55,9 +55,7 @@ class MemoryPlan:
         return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
 
     def __str__(self) -> str:
-        plan, pipeline = self.candidate, self.candidate.pipeline
-        of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
-        return str(GridPoint(plan.mesh, plan.micro_batches, plan.zero_group, *of_pipeline))
+        return str(GridPoint.of(self.candidate))
 
 
 class MinimumMemory:

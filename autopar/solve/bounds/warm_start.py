@@ -58,14 +58,12 @@ class WarmStart:
         if best is None:
             return None
         return MeshSolution(
-            mesh=point.mesh,
+            point,
             status=Status.FEASIBLE,
             bound_seconds=0.0,
             objective_seconds=best[0].step_seconds,
             candidate=best[1],
             evaluation=best[0],
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
         )
 
     def _frontier(self, point: GridPoint, problem: Problem) -> MemoryFrontier | None:

@@ -8,7 +8,6 @@ from time import monotonic
 
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
@@ -37,7 +36,7 @@ class MeshSolution:
     infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
     `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
-    mesh: Mesh
+    point: GridPoint
     status: Status = Status.TIMEOUT
     bound_seconds: float = 0.0
     objective_seconds: float = inf
@@ -49,24 +48,10 @@ class MeshSolution:
     warnings: list[str] = field(default_factory=list)
     refusal: str = ""
     reason: str = ""
-    micro_batches: int = 1
-    zero_group: int = 0
-    stages: int = 1
-    virtual: int = 1
-    schedule: str = ""
     graph: Graph | None = None
 
     def __str__(self) -> str:
-        return str(
-            GridPoint(
-                mesh=self.mesh,
-                micro_batches=self.micro_batches,
-                zero_group=self.zero_group,
-                stages=self.stages,
-                virtual=self.virtual,
-                schedule=self.schedule,
-            )
-        )
+        return str(self.point)
 
     @property
     def solved(self) -> bool:
@@ -217,7 +202,7 @@ class MeshSolver:
         result.objective_seconds = min(seconds, max(least, result.evaluation.step_seconds))
         ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
-            result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
+            result.warnings.append(f"{result.point.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
 
     def _price(self, candidate: Candidate) -> Evaluation:
         return evaluate(self.graph, candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs)

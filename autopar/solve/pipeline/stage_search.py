@@ -165,17 +165,12 @@ class StageSearch:
     def _solution(self, point: GridPoint, option: ScheduleOption, found: _PricedPlan) -> MeshSolution:
         graph, candidate, evaluation = found
         return MeshSolution(
-            mesh=point.mesh,
+            replace(point, virtual=option.virtual, schedule=option.schedule),
             status=Status.FEASIBLE if evaluation.fits else Status.INFEASIBLE,
             bound_seconds=0.0,
             objective_seconds=evaluation.step_seconds,
             candidate=candidate,
             evaluation=evaluation,
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
-            stages=point.stages,
-            virtual=option.virtual,
-            schedule=option.schedule,
             graph=graph,
         )
 

@@ -13,6 +13,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
+from autopar.ir.plan import Candidate
 from autopar.operations.experts import indivisible_experts
 from autopar.operations.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
@@ -34,6 +35,12 @@ class GridPoint:
     stages: int = 1
     virtual: int = 1
     schedule: str = ""
+
+    @staticmethod
+    def of(candidate: Candidate) -> GridPoint:
+        pipeline = candidate.pipeline
+        of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
+        return GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group, *of_pipeline)
 
     def __str__(self) -> str:
         if self.stages > 1:
