@@ -76,9 +76,7 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     for column, each, node in form.priced_columns(name):
         weights = WEIGHT_GRADIENT_SHARE * each.backward if node in delayed and column not in in_chunks else 0.0
         spend(column, each.forward, each.backward - weights, weights)
-    whole = sum(
-        min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
-    )
+    whole = table.least_seconds
     out: list[DurationLine] = []
     for direction in _DIRECTIONS:
         if out and (minor or direction == _INPUTS_ALONE):

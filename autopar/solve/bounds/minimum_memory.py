@@ -27,7 +27,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import most_nodes, solve
-from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points
+from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, least_memory_points
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
@@ -133,7 +133,8 @@ class MinimumMemory:
             return None
         tables = ProblemTables(graph, cluster, options, self.registry)
         best: MemoryPlan | None = None
-        for point in _least_memory_points(points, options):
+        wide = bool({"tp2", EXPERT_AXIS} & set(options.force))
+        for point in least_memory_points(each for each in points if wide or len(each.mesh.axes) <= 2)[:_MESHES]:
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
             if tables.refusal(point.mesh):
@@ -162,19 +163,6 @@ class MinimumMemory:
             return None
         candidate = decode(form, outcome.values)
         return MemoryPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
-
-
-def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) -> list[GridPoint]:
-    """Return per mesh the point with the smallest micro-batches and the widest state group, few axes first."""
-    least: dict[object, GridPoint] = {}
-    for point in points:
-        if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
-            continue
-        other = least.setdefault(point.mesh, point)
-        group = point.zero_group or point.mesh.size_of(DATA_AXIS), point.micro_batches
-        if group > (other.zero_group or other.mesh.size_of(DATA_AXIS), other.micro_batches):
-            least[point.mesh] = point
-    return list(least.values())[:_MESHES]
 
 
 def without_forced(options: SearchOptions, *names: str) -> SearchOptions:

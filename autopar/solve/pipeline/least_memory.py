@@ -8,20 +8,18 @@ and all ZeRO stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.rules.registry import Registry
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT
 from autopar.solve.search_state import SearchState
-from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.grid import GridPoint, least_memory_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
 
@@ -41,7 +39,8 @@ def least_memory_pipeline(
         return None
     best: MeshSolution | None = None
     search = StageSearch(state.pipeline_graph, cluster, state.options, state.pipeline_tables, state.seconds_left)
-    for point in _least_memory_points(each.point for each in state.pipeline_points):
+    points = least_memory_points(each.point for each in state.pipeline_points)
+    for point in sorted(points, key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]:
         if best is not None and best.solved:
             break
         try:
@@ -58,20 +57,6 @@ def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
     schedules = schedule_options(stages.graph, point, options.force, options.schedule)
     option = min(schedules, key=lambda each: (each.in_flight, each.virtual), default=None)
     return stages.solve_with_least_memory(point, option) if option is not None else None
-
-
-def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
-    """Return per stages and mesh the point with the smallest micro-batches and the widest state group."""
-    points_by_mesh: dict[tuple[Mesh, int], GridPoint] = {}
-    for point in points:
-        other = points_by_mesh.setdefault((point.mesh, point.stages), point)
-        if _size(point) > _size(other):
-            points_by_mesh[point.mesh, point.stages] = point
-    return sorted(points_by_mesh.values(), key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]
-
-
-def _size(point: GridPoint) -> tuple[int, int]:
-    return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
 
 
 def _obeys(solution: MeshSolution, options: SearchOptions) -> bool:

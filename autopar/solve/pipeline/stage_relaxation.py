@@ -167,8 +167,6 @@ def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds
 
 def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSeconds:
     """Return the seconds of one call. `least_seconds`: what is known of one call and one micro-batch."""
-    forward = both = 0.0
-    for strategies in problem.blocks[name].strategies.values():
-        forward += min(each.seconds.forward for each in strategies)
-        both += min(each.seconds.forward + each.seconds.backward for each in strategies)
-    return CallSeconds(forward, max(both, least_seconds))
+    table = problem.blocks[name]
+    forward = sum(min(each.seconds.forward for each in strategies) for strategies in table.strategies.values())
+    return CallSeconds(forward, max(table.least_seconds, least_seconds))

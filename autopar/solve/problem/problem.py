@@ -21,6 +21,7 @@ from autopar.operations.losses import runs_in_chunks
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
+from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.problem.structure import BlockStructure, LazyTable, Structure, structure_of
 
 
@@ -80,6 +81,12 @@ class BlockTable:
         profiles = (self.costs.profile(node.name) for node in self.block.nodes)
         return sum(profile.forward_flops + profile.backward_flops for profile in profiles)
 
+    @property
+    def least_seconds(self) -> float:
+        """One call of one micro-batch, forward and backward, with the fastest strategy of every operation."""
+        every = self.strategies.values()
+        return sum(min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in every)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -110,7 +117,7 @@ def build_problem(
     zeros: Collection[int] = (0, 1, 2, 3), *, micro_batches: int = 1,
 ) -> Problem:  # fmt: skip
     """All tables for `graph`, whose batch is that of a micro-batch, on `mesh`."""
-    structure = structure_of(graph, mesh, registry)
+    structure = structure_of(graph, mesh, AxisStrategies(graph, registry))
     return price_structure(structure, graph, cluster, precision, optimizer, zeros=zeros, micro_batches=micro_batches)
 
 

@@ -6,7 +6,7 @@ schedule. The mesh is that of one pipeline stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
@@ -88,6 +88,19 @@ def grid_points(
     if not out:
         raise ClusterError(f"{GROUP}={force[GROUP]} divides no data degree of these meshes: force a divisor")
     return tuple(out)
+
+
+def least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
+    """Return per stages and mesh the point with the smallest micro-batches and the widest state group."""
+
+    def order(point: GridPoint) -> tuple[int, int]:
+        return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
+
+    least: dict[tuple[Mesh, int], GridPoint] = {}
+    for point in points:
+        key = point.mesh, point.stages
+        least[key] = max(least.get(key, point), point, key=order)
+    return list(least.values())
 
 
 def dispatches_tokens(graph: Graph, registry: Registry) -> bool:

@@ -159,7 +159,7 @@ def test_two_model_axes_must_pay_only_beside_plans_of_fewer(best: tuple[int, ...
     cluster, options = Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16)
     state = SearchState(llama_graph(layers=2, batch=64), cluster, options, lambda line: None)
     found = price_configuration(state.graph, cluster, FixedConfiguration(zero=3, precision=BF16), default_registry()).solutions[0]
-    state.best = replace(found, mesh=mesh_of(*best))
+    state.best = replace(found, point=GridPoint(mesh_of(*best)))
     point = SearchPoint(MeshSolution(GridPoint(mesh_of(16, 2, 2)), bound_seconds=0.99 * state.best_seconds()))
     assert state.is_pruned(point) == pruned
     one = SearchPoint(MeshSolution(GridPoint(mesh_of(16, 4)), bound_seconds=0.99 * state.best_seconds()))
