@@ -88,7 +88,7 @@ class _CallTerms:
 
     def every(self, field: str) -> Expression:
         """Return the sum of a field of all state."""
-        return total(*((float(self.counts[key]), getattr(state, field)) for key, state in self.states.items()))
+        return total(*((float(self.counts[key]), state[field]) for key, state in self.states.items()))
 
     def rows(self, event: EventTerms, index: int) -> Iterator[Expression]:
         """Yield what is there at an event of a call, with each of the terms of which the largest counts."""
@@ -121,7 +121,7 @@ class _CallTerms:
             counted = Counter(self.form.problem.boundary.kind_counts)
         else:
             counted = Counter(kinds[_CALLS[of](index)])
-        return total(*((float(count), getattr(self.states[key], field)) for key, count in counted.items()))
+        return total(*((float(count), self.states[key][field]) for key, count in counted.items()))
 
 
 _CALLS: Mapping[Of, Callable[[int], slice]] = {
