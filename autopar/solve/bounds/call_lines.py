@@ -53,6 +53,18 @@ class SavedLine:
     least: float
 
 
+@dataclass(frozen=True, slots=True)
+class CallLines:
+    """The half-planes of one call for one micro-batch, by linear programs of the block. `working_bytes`: of a backward, beside
+    what is saved. `traded`: seconds beyond those of the first line, with recomputation, against bytes that are saved, of the
+    calls that matter; None where they were not looked for."""
+
+    durations: tuple[DurationLine, ...]
+    saved: tuple[SavedLine, ...]
+    working_bytes: float = 0.0
+    traded: tuple[SavedLine, ...] | None = ()
+
+
 def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
     """Return the half-planes of one block's durations; the first one has all weights 1. The others of a `minor` block are those
     of its operations alone, and so is the last one of all."""

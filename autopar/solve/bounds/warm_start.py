@@ -19,7 +19,6 @@ from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.forced_axes import forced_axes
-from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
@@ -38,7 +37,7 @@ class WarmStart:
     def fastest_fitting(self, point: GridPoint) -> MeshSolution | None:
         """The fastest of its plans that fit, or None. Its status is FEASIBLE: it has no lower bound."""
         problem = self.tables.problem(point)
-        frontier = self._frontier(point, problem)
+        frontier = self._frontier(point)
         if frontier is None:
             return None
         best: tuple[Evaluation, Candidate] | None = None
@@ -66,10 +65,9 @@ class WarmStart:
             evaluation=best[0],
         )
 
-    def _frontier(self, point: GridPoint, problem: Problem) -> MemoryFrontier | None:
+    def _frontier(self, point: GridPoint) -> MemoryFrontier | None:
         """Return the frontier of the point's model axes and micro-batch: the data degree changes no price but that of state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        key = point.mesh.axes[1:], problem.batch // data, data > 1
+        key = point.mesh.axes[1:], point.examples(self.graph.batch), point.mesh.size_of(DATA_AXIS) > 1
         if key not in self._frontiers:
             axes = forced_axes(point.mesh, self.options.force)
             self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left(), axes)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.cost_models.events.memory_terms import CALL_FIELDS, EventTerms, Of, Term, step_events
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
-from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
@@ -60,8 +59,7 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
     boundary, states, byte, problem = form.problem.boundary, form.states, form.byte_unit, form.problem
     device, calls = problem.cluster.device, _CallTerms(form, memory)
     share = 1 / (1 + fragmentation(device))
-    inputs = user_held_bytes(problem.graph, problem.micro_batches * problem.batch, problem.mesh)
-    constant = share * (inputs / byte + sum(calls.counts[key] * state.buffer_bytes for key, state in states.items()))
+    constant = share * (problem.batch_bytes / byte + sum(calls.counts[key] * state.buffer_bytes for key, state in states.items()))
     parameters = calls.every("parameters")
     fixed = total((share, parameters), (share, calls.every("optimizer")))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach

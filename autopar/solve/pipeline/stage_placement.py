@@ -76,8 +76,7 @@ class StagePlacement:
     def family(self, point: GridPoint) -> object:
         """Return the model axes and micro-batch per data rank, of which points share their placements: the data degree changes
         only the price of the state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        return point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
+        return point.mesh.axes[1:], point.examples(self.graph.batch), point.mesh.size_of(DATA_AXIS) > 1
 
     def knows(self, point: GridPoint) -> bool:
         """Return whether the fastest placement of its family was looked for."""

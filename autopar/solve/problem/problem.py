@@ -13,6 +13,7 @@ from autopar.cost_models.compute.operations import work_shards
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import shares_data_links
 from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements
@@ -110,6 +111,11 @@ class Problem:
     def batch_costs(self) -> dict[str, BlockCosts]:
         """The price tables for `evaluate`."""
         return {name: table.costs for name, table in self.blocks.items()}
+
+    @property
+    def batch_bytes(self) -> float:
+        """The batch of a step, as the user passes it."""
+        return user_held_bytes(self.graph, self.batch * self.micro_batches, self.mesh)
 
 
 def build_problem(

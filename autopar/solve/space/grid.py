@@ -42,6 +42,10 @@ class GridPoint:
         of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
         return GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group, *of_pipeline)
 
+    def examples(self, batch: int) -> int:
+        """Return the examples of one micro-batch on one data rank."""
+        return batch // self.micro_batches // self.mesh.size_of(DATA_AXIS)
+
     def __str__(self) -> str:
         if self.stages > 1:
             chunks = f" x {self.virtual}" if self.virtual > 1 else ""
