@@ -9,9 +9,8 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
-from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
+from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
 from autopar.solve.search_state import SearchState
-from autopar.solve.space.grid import GridPoint
 
 _MAX_POINTS = 8
 """Points that are tried for a plan where the time limit left none."""
@@ -22,18 +21,7 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
     none that the stage search makes fits: its estimates of memory err on the safe side."""
     search = MinimumMemory(state.registry, 1, least_memory_pipeline)
     memory_plan = search.fitting_plan(state.graph, state.cluster, state.options)
-    if memory_plan is None:
-        return None
-    if any(whole > MOST_REDUNDANT for axis, whole in memory_plan.evaluation.redundant_share if axis in state.options.force):
-        return None
-    return MeshSolution(
-        GridPoint.of(memory_plan.candidate),
-        status=Status.FEASIBLE,
-        objective_seconds=memory_plan.evaluation.step_seconds,
-        candidate=memory_plan.candidate,
-        evaluation=memory_plan.evaluation,
-        graph=memory_plan.graph,
-    )
+    return memory_plan.solution() if memory_plan is not None and memory_plan.obeys(state.options.force) else None
 
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:

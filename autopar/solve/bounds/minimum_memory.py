@@ -9,14 +9,13 @@ fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
-from autopar.ir.plan import Candidate
 from autopar.rules.registry import Registry
 from autopar.schedules.named_schedules import INTERLEAVED
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
@@ -25,7 +24,7 @@ from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.ilp.solver import most_nodes, solve
 from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, least_memory_points
 from autopar.solve.space.meshes import divisors
@@ -37,25 +36,7 @@ from autopar.solve.space.problem_tables import ProblemTables
 _MESHES = 4
 """Meshes that are solved, with one model axis at most (two where the second is forced)."""
 
-
-OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry], MeshSolution | None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
-
-    candidate: Candidate
-    evaluation: Evaluation
-    graph: Graph | None = None
-
-    @property
-    def shortage_bytes(self) -> int:
-        """The bytes that a device lacks for the plan, 0 where it fits."""
-        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
-
-    def __str__(self) -> str:
-        return str(GridPoint.of(self.candidate))
+OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry], PricedPlan | None]
 
 
 class MinimumMemory:
@@ -67,25 +48,25 @@ class MinimumMemory:
         self.registry, self.left, self.of_pipelines = registry, most_solved, of_pipelines
         self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
 
-    def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
+    def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> PricedPlan | None:
         """Return some plan that fits, or None."""
         plan = self.fixed_plan(graph, cluster, options)
         if (plan is None or plan.shortage_bytes) and exact and self.left > 0:
             plan = self.solved_plan(graph, cluster, options)
         return plan if plan is not None and not plan.shortage_bytes else None
 
-    def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         """The fixed configuration with the least peak memory; None where forced degrees or pins exclude them all."""
         if options.pins or {"tp2", EXPERT_AXIS} & set(options.force):
             return None
-        best: MemoryPlan | None = None
+        best: PricedPlan | None = None
         for configuration in self._configurations(graph, cluster, options):
             placed = self._place(graph, configuration)
             if placed is None:
                 continue
             try:
                 candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
-                plan = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+                plan = PricedPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
             except PlanError:  # too few layers or micro-batches for the pipeline
                 continue
             if best is None or plan.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
@@ -121,7 +102,7 @@ class MinimumMemory:
                 self._placed[key] = None
         return self._placed[key]
 
-    def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh. Stages
         of pipelines are no one problem: they are partitioned for least memory."""
         if forced_stages(options) > 1:
@@ -132,7 +113,7 @@ class MinimumMemory:
         except AutoparError:
             return None
         tables = ProblemTables(graph, cluster, options, self.registry)
-        best: MemoryPlan | None = None
+        best: PricedPlan | None = None
         wide = bool({"tp2", EXPERT_AXIS} & set(options.force))
         for point in least_memory_points(each for each in points if wide or len(each.mesh.axes) <= 2)[:_MESHES]:
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
@@ -144,16 +125,13 @@ class MinimumMemory:
                 best = plan
         return best
 
-    def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         if self.of_pipelines is None or options.pins:
             return None
         self.left -= 1
-        solution = self.of_pipelines(graph, cluster, options, self.registry)
-        if solution is None or solution.candidate is None or solution.evaluation is None:
-            return None
-        return MemoryPlan(solution.candidate, solution.evaluation, solution.graph)
+        return self.of_pipelines(graph, cluster, options, self.registry)
 
-    def _least_excess(self, tables: ProblemTables, point: GridPoint) -> MemoryPlan | None:
+    def _least_excess(self, tables: ProblemTables, point: GridPoint) -> PricedPlan | None:
         problem = tables.problem(point)
         form = formulate(problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
@@ -162,7 +140,7 @@ class MinimumMemory:
         if not outcome.values:
             return None
         candidate = decode(form, outcome.values)
-        return MemoryPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
+        return PricedPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
 
 
 def without_forced(options: SearchOptions, *names: str) -> SearchOptions:

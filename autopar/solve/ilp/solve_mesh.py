@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
@@ -16,7 +17,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
-from autopar.solve.problem.forced_axes import why_disobeyed
+from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 
@@ -74,6 +75,38 @@ class MeshSolution:
     @property
     def peak_memory_bytes(self) -> int | None:
         return self.evaluation.peak_memory_bytes if self.evaluation is not None and self.solved else None
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPlan:
+    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+
+    candidate: Candidate
+    evaluation: Evaluation
+    graph: Graph | None = None
+
+    def __str__(self) -> str:
+        return str(GridPoint.of(self.candidate))
+
+    @property
+    def shortage_bytes(self) -> int:
+        """The bytes that a device lacks for the plan, 0 where it fits."""
+        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
+
+    def obeys(self, force: Collection[str]) -> bool:
+        """Return whether no forced axis repeats more FLOPs than it may."""
+        return all(share <= MOST_REDUNDANT for axis, share in self.evaluation.redundant_share if axis in force)
+
+    def solution(self) -> MeshSolution:
+        """Return the plan, which fits, as all that is known of its point of the grid."""
+        return MeshSolution(
+            GridPoint.of(self.candidate),
+            status=Status.FEASIBLE,
+            objective_seconds=self.evaluation.step_seconds,
+            candidate=self.candidate,
+            evaluation=self.evaluation,
+            graph=self.graph,
+        )
 
 
 @dataclass(slots=True)

@@ -15,9 +15,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.rules.registry import Registry
-from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.pipeline.stage_search import StageSearch
-from autopar.solve.problem.forced_axes import MOST_REDUNDANT
 from autopar.solve.search_state import SearchState
 from autopar.solve.space.grid import GridPoint, least_memory_points
 from autopar.solve.space.options import SearchOptions
@@ -29,7 +28,7 @@ _MOST_MESHES = 6
 
 def least_memory_pipeline(
     graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry
-) -> MeshSolution | None:  # fmt: skip
+) -> PricedPlan | None:  # fmt: skip
     """Return the pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none."""
     try:
         everything = replace(options, batch=0, registry=registry, time_limit_seconds=inf)
@@ -37,33 +36,25 @@ def least_memory_pipeline(
         state.list_points()
     except AutoparError:
         return None
-    best: MeshSolution | None = None
+    best: PricedPlan | None = None
     search = StageSearch(state.pipeline_graph, cluster, state.options, state.pipeline_tables, state.seconds_left)
     points = least_memory_points(each.point for each in state.pipeline_points)
     for point in sorted(points, key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]:
-        if best is not None and best.solved:
+        if best is not None and best.evaluation.fits:
             break
         try:
-            solution = _least(search, point)
+            plan = _least(search, point)
         except AutoparError:
             continue
-        if solution is not None and _obeys(solution, options) and (best is None or _peak(solution) < _peak(best)):
-            best = solution
+        if plan is None or not plan.obeys(options.force):
+            continue
+        if best is None or plan.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
+            best = plan
     return best
 
 
-def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
+def _least(stages: StageSearch, point: GridPoint) -> PricedPlan | None:
     options = stages.options
     schedules = schedule_options(stages.graph, point, options.force, options.schedule)
     option = min(schedules, key=lambda each: (each.in_flight, each.virtual), default=None)
     return stages.solve_with_least_memory(point, option) if option is not None else None
-
-
-def _obeys(solution: MeshSolution, options: SearchOptions) -> bool:
-    shares = solution.evaluation.redundant_share if solution.evaluation is not None else ()
-    return all(share <= MOST_REDUNDANT for axis, share in shares if axis in options.force)
-
-
-def _peak(solution: MeshSolution) -> float:
-    assert solution.evaluation is not None
-    return solution.evaluation.peak_memory_bytes

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
@@ -21,8 +20,7 @@ from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
 from autopar.solve.pipeline.spare_memory import StagePlan, pass_seconds, with_spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
@@ -35,14 +33,6 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 _ATTEMPTS = 3
 """Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
-
-
-class _PricedPlan(NamedTuple):
-    """A plan of stages with its graph and its price."""
-
-    graph: Graph
-    candidate: Candidate
-    evaluation: Evaluation
 
 
 def _bytes_left(evaluation: Evaluation) -> list[float]:
@@ -120,14 +110,13 @@ class StageSearch:
                 break
             found = self._priced(placed, option, plan)
             if found.evaluation.fits:
-                found = self._with_spare_memory(placed, option, plan, found, rival_seconds)
-                return self._solution(point, option, found)
+                return self._with_spare_memory(placed, option, plan, found, rival_seconds).solution()
             margin += 1.02 * (found.evaluation.peak_memory_bytes - found.evaluation.memory_budget_bytes)
         return None
 
     def _with_spare_memory(
-        self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: _PricedPlan, rival_seconds: float
-    ) -> _PricedPlan:
+        self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: PricedPlan, rival_seconds: float
+    ) -> PricedPlan:
         """Return the plan with less recomputation in the memory that it leaves free. The tables' estimates of that are corrected
         by what the evaluator says of a plan that uses it."""
         point = placed.point
@@ -145,7 +134,7 @@ class StageSearch:
             spare = [each + 1.05 * min(0.0, left) for each, left in zip(spare, _bytes_left(other.evaluation), strict=True)]
         return found
 
-    def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
+    def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> PricedPlan | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
         where it cannot be placed or partitioned."""
         placed = self.placed(point, option)
@@ -160,19 +149,7 @@ class StageSearch:
         ]
         spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
         plan = self._partition(placed, option, spare - 1) if spare is not None else None
-        return None if plan is None else self._solution(point, option, self._priced(placed, option, plan))
-
-    def _solution(self, point: GridPoint, option: ScheduleOption, found: _PricedPlan) -> MeshSolution:
-        graph, candidate, evaluation = found
-        return MeshSolution(
-            replace(point, virtual=option.virtual, schedule=option.schedule),
-            status=Status.FEASIBLE if evaluation.fits else Status.INFEASIBLE,
-            bound_seconds=0.0,
-            objective_seconds=evaluation.step_seconds,
-            candidate=candidate,
-            evaluation=evaluation,
-            graph=graph,
-        )
+        return None if plan is None else self._priced(placed, option, plan)
 
     def _partition(self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float) -> StagePlan | None:
         """Return the best partition for the memory budget of the devices without `margin_bytes`. None where none fits."""
@@ -209,7 +186,7 @@ class StageSearch:
         ]
         return StagePlan(cut.edges, tuple(choices))
 
-    def _priced(self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan) -> _PricedPlan:
+    def _priced(self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan) -> PricedPlan:
         """Return the plan with a block for each distinct plan of a call, and its price."""
         point, known_costs = placed.point, placed.costs.get(self.cluster.device, {})
         plans = [
@@ -233,7 +210,7 @@ class StageSearch:
         candidate = replace(candidate, pipeline=replace(pipeline, repeated=repeated))
         verify_candidate(graph, candidate, self.cluster.size)
         costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
-        return _PricedPlan(graph, candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs))
+        return PricedPlan(candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs), graph)
 
     def _with_sends(self, placed: PlacedPoint, ranges: BestRanges, before: int, rank: int) -> BestRanges:
         """Return the ranges of a chunk on stage `rank` that follows one on stage `before`, with their sends."""
