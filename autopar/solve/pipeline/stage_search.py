@@ -48,7 +48,7 @@ class StageSearch:
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
-        self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
+        self._ranges: dict[tuple[GridPoint, bool], dict[Device, RangeOptions]] = {}
         self._allowed: Matrix | None = None
 
     def placed(self, point: GridPoint, option: ScheduleOption) -> PlacedPoint | None:
@@ -59,15 +59,22 @@ class StageSearch:
         """Return whether blocks may run otherwise than under most schedules: compiled ones whose backward is split."""
         return option.splits_backward and self.cluster.device.fused
 
-    def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
-        """Return for each chunk, in order, the peak of micro-batches in flight on its stage, on average over its chunks."""
-        pipeline = Pipeline(point.stages, option.virtual, option.schedule)
-        ranks = stage_of_chunks(pipeline)
+    def _chunks(self, point: GridPoint, option: ScheduleOption) -> list[tuple[int, Device, float]]:
+        """Return for each chunk, in order, its stage, the device of that, and the peak of micro-batches in flight there, on
+        average over its chunks."""
+        pipeline, parts = Pipeline(point.stages, option.virtual, option.schedule), stage_clusters(self.cluster, point.stages)
         counts = [
             sum(micro_batches_in_flight(pipeline, stage, point.micro_batches, [1.0] * option.virtual))
             for stage in range(point.stages)
         ]
-        return tuple(counts[rank] / option.virtual for rank in ranks)
+        return [(rank, parts[rank].device, counts[rank] / option.virtual) for rank in stage_of_chunks(pipeline)]
+
+    def _range_options(self, placed: PlacedPoint, option: ScheduleOption) -> dict[Device, RangeOptions]:
+        """Return the options of a point's ranges of calls on each of its devices."""
+        key = placed.point, self.runs_apart(option)
+        if key not in self._ranges:
+            self._ranges[key] = {device: tables.range_options() for device, tables in placed.tables.items()}
+        return self._ranges[key]
 
     def estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
         """Estimate the step in seconds; without the memory constraint for infinite `usable_bytes`."""
@@ -121,10 +128,10 @@ class StageSearch:
         by what the evaluator says of a plan that uses it."""
         point = placed.point
         tables = [placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)]
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
+        ranks, _, in_flight = zip(*self._chunks(point, option), strict=True)
         spare, before = _bytes_left(found.evaluation), pass_seconds(plan, tables, ranks)
         for _ in range(_ATTEMPTS):
-            more = with_spare_bytes(plan, tables, ranks, self._in_flight(point, option), spare)
+            more = with_spare_bytes(plan, tables, ranks, in_flight, spare)
             gain = max(old - new for old, new in zip(before, pass_seconds(more, tables, ranks), strict=True))
             if not gain or found.evaluation.step_seconds - point.micro_batches * gain >= rival_seconds:
                 return found
@@ -140,39 +147,28 @@ class StageSearch:
         placed = self.placed(point, option)
         if placed is None:
             return None
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
-        devices = [part.device for part in stage_clusters(self.cluster, point.stages)]
-        every = {device: tables.range_options() for device, tables in placed.tables.items()}
-        chunks = [
-            (every[devices[rank]], count, self._usable_bytes(point, devices[rank]))
-            for rank, count in zip(ranks, self._in_flight(point, option), strict=True)
-        ]
-        spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
+        every, chunks = self._range_options(placed, option), self._chunks(point, option)
+        ranges = [(every[device], count, self._usable_bytes(point, device)) for _, device, count in chunks]
+        spare = spare_bytes(ranges, self._allowed_ranges(), option.virtual)
         plan = self._partition(placed, option, spare - 1) if spare is not None else None
         return None if plan is None else self._priced(placed, option, plan)
 
     def _partition(self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float) -> StagePlan | None:
         """Return the best partition for the memory budget of the devices without `margin_bytes`. None where none fits."""
-        point, split = placed.point, self.runs_apart(option)
-        for device, tables in placed.tables.items():
-            if (point, device, split) not in self._ranges:
-                self._ranges[point, device, split] = tables.range_options()
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
-        parts = stage_clusters(self.cluster, point.stages)
-        keys = [(parts[rank].device, count) for rank, count in zip(ranks, self._in_flight(point, option), strict=True)]
+        point, every, chunks = placed.point, self._range_options(placed, option), self._chunks(placed.point, option)
         options_by_stage = {
             (device, count): best_ranges(
-                self._ranges[point, device, split],
+                every[device],
                 count,
                 self._usable_bytes(point, device) - margin_bytes,
                 self._allowed_ranges(),
                 option.virtual,
             )
-            for device, count in set(keys)
+            for device, count in {(device, count) for _, device, count in chunks}
         }
-        each = [options_by_stage[key] for key in keys]
+        each = [options_by_stage[device, count] for _, device, count in chunks]
+        ranks = [rank for rank, _, _ in chunks]
         each = [each[0], *(self._with_sends(placed, one, *pair) for one, pair in zip(each[1:], pairwise(ranks), strict=True))]
-        ranges = self._ranges[point, keys[0][0], split]
         # a stage computes all of its chunks
         cut = best_partition(
             [one.load_seconds * option.virtual for one in each], [one.pass_seconds for one in each], option.bubble_passes
@@ -180,7 +176,7 @@ class StageSearch:
         if cut is None:
             return None
         choices = [
-            ranges.names[int(one.choice[first, end])]
+            every[chunks[0][1]].names[int(one.choice[first, end])]
             for one, (first, end) in zip(each, pairwise(cut.edges), strict=True)
             for _ in range(first, end)
         ]
