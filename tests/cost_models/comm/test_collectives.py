@@ -149,7 +149,7 @@ def test_all_reduce_is_between_one_pass_and_two(link: AxisLink, size: float) -> 
 @given(st.sampled_from(KINDS), links, st.floats(0, 1e10))
 def test_the_lines_are_the_formulas(kind: str, link: AxisLink, size: float) -> None:
     """Each line is what sympy finds for its formula with these numbers, at any size; the cheapest line is the price."""
-    from support.oracles.sympy_formulas import expression_of
+    from support.judges.sympy_formulas import expression_of
 
     from autopar.cost_models.comm.collectives import formula_values
     from autopar.cost_models.formulas.registry import formula

@@ -10,7 +10,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.oracles.sympy_formulas import expression_of, sympy_function
+from support.judges.sympy_formulas import expression_of, sympy_function
 
 from autopar.cost_models.compute import kernels
 from autopar.cost_models.compute.operations import profile, seconds_and_flops
