@@ -21,13 +21,17 @@ _OUTSIDE = ("base", "slack")
 """Kinds of memory that tensors do not show."""
 
 
+def described_cluster(plan: Plan) -> Cluster:
+    """Return the cluster that a plan describes. PlanError where it has only the name and the size."""
+    if not plan.document.cluster.description:
+        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
+    return Cluster.from_dict(plan.document.cluster.description)
+
+
 def predicted_step(plan: Plan, compiled: bool | None = None) -> dict[str, Any]:
     """Return the predicted step as JSON, of blocks as they ran: `compiled` or not (None: as the plan is priced). PlanError where
     the plan does not describe its cluster."""
-    description, candidate = plan.document.cluster.description, plan.candidate
-    if not description:
-        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
-    cluster = Cluster.from_dict(description)
+    candidate, cluster = plan.candidate, described_cluster(plan)
     cluster = with_compilation(cluster, cluster.device.fused if compiled is None else compiled)
     evaluation = evaluate(plan.graph, candidate, cluster, plan.document.optimizer)
     traces_of = stage_traces(plan.graph, candidate, cluster)

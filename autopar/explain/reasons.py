@@ -118,10 +118,16 @@ def _memory(graph: Graph, candidate: Candidate, cluster: Cluster, evaluation: Ev
     )
 
 
-def _memory_savings(candidate: Candidate) -> str:
+def recomputed_words(candidate: Candidate) -> str:
+    """Say which blocks are recomputed whole, and how many operations of the others; empty where nothing is."""
     whole = [plan.block for plan in candidate.blocks if plan.recompute]
     some = [f"{len(plan.recompute_nodes)} operations of {plan.block}" for plan in candidate.blocks if plan.recompute_nodes]
-    out = [f"recomputed in the backward to save memory: {', '.join(whole + some)}"] if whole or some else []
+    return ", ".join(whole + some)
+
+
+def _memory_savings(candidate: Candidate) -> str:
+    recomputed = recomputed_words(candidate)
+    out = [f"recomputed in the backward to save memory: {recomputed}"] if recomputed else []
     offloaded = [plan.block for plan in candidate.blocks if plan.offload]
     out += [f"tensors of {', '.join(offloaded)} are offloaded to host memory"] if offloaded else []
     parts = [f"{len(plan.partition_saved)} tensors of {plan.block}" for plan in candidate.blocks if plan.partition_saved]

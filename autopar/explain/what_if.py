@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.errors import AutoparError
+from autopar.explain.reasons import recomputed_words
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
@@ -101,7 +102,7 @@ def compare_plans(
             rows.append((f"{name} seconds", f"{pair[0]:.4g}", f"{pair[1]:.4g}"))
     rows.append(("mesh", _mesh(old), _mesh(new)))
     rows.append(("ZeRO", _zeros(old), _zeros(new)))
-    rows.append(("recomputed", _recompute_words(old), _recompute_words(new)))
+    rows.append(("recomputed", recomputed_words(old) or "-", recomputed_words(new) or "-"))
     return rows
 
 
@@ -113,9 +114,3 @@ def _mesh(candidate: Candidate) -> str:
 
 def _zeros(candidate: Candidate) -> str:
     return ", ".join(f"ZeRO-{zero}" for zero in sorted({plan.zero for plan in candidate.blocks}))
-
-
-def _recompute_words(candidate: Candidate) -> str:
-    whole = [plan.block for plan in candidate.blocks if plan.recompute]
-    some = [f"{len(plan.recompute_nodes)} operations of {plan.block}" for plan in candidate.blocks if plan.recompute_nodes]
-    return ", ".join(whole + some) or "-"

@@ -7,8 +7,8 @@ from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline, step_timeline
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import PlanError
 from autopar.explain.losses import step_losses
+from autopar.explain.predicted_step import described_cluster
 from autopar.explain.reasons import plan_reasons
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.cluster_facts import cluster_facts
@@ -21,10 +21,7 @@ from autopar.report.timeline_facts import timeline_facts
 
 def plan_timeline(plan: Plan) -> tuple[Cluster, StepTimeline]:
     """Return the plan's cluster and its simulated step. PlanError where the file does not describe the cluster."""
-    description = plan.document.cluster.description
-    if not description:
-        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
-    cluster = Cluster.from_dict(description)
+    cluster = described_cluster(plan)
     return cluster, step_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)
 
 

@@ -47,12 +47,8 @@ def memory_facts(plan: Plan, cluster: Cluster, timeline: StepTimeline) -> dict[s
         }
         for memory, each in zip(timeline.evaluation.stage_memory, peaks, strict=True)
     ]
-    return {"kinds": [KIND_WORDS[kind] for kind in KINDS], "fullest": _fullest(timeline), "stages": stages}
-
-
-def _fullest(timeline: StepTimeline) -> int:
-    memory = timeline.evaluation.stage_memory
-    return max(range(len(memory)), key=lambda stage: memory[stage].peak_bytes - memory[stage].budget_bytes)
+    fullest = timeline.evaluation.stage_memory.index(timeline.evaluation.fullest_stage)
+    return {"kinds": [KIND_WORDS[kind] for kind in KINDS], "fullest": fullest, "stages": stages}
 
 
 def _events(plan: Plan, each: StagePeak) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cost_models.hardware.cluster import Cluster, with_devices
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError
-from autopar.explain.reasons import evaluate_changes
+from autopar.explain.reasons import EvaluatedChange, evaluate_changes
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
@@ -116,16 +116,8 @@ def what_if_facts(plan: Plan, cluster: Cluster, searched: Sequence[SearchedChang
     devices each has as many examples as before."""
     optimizer = plan.document.optimizer
     rows = [_row(each.describe(), each.candidate, each.evaluation) for each in searched]
-    rows += [
-        {
-            "name": each.name,
-            "step_seconds": each.step_seconds,
-            "examples_per_second": _rate(plan.candidate, each.step_seconds),
-            "peak_bytes": each.peak_memory_bytes,
-            "fits": each.fits,
-        }
-        for each in evaluate_changes(plan.graph, plan.candidate, cluster, optimizer)
-    ]
+    changes = evaluate_changes(plan.graph, plan.candidate, cluster, optimizer)
+    rows += [_row(each.name, plan.candidate, each) for each in changes]
     for name, candidate, other in _resized(plan.candidate, cluster):
         try:
             changed = evaluate(plan.graph, candidate, other, optimizer)
@@ -159,15 +151,12 @@ _SAME = 1e-3
 """The share of a step that is no reason to name another plan."""
 
 
-def _row(name: str, candidate: Candidate, evaluation: Evaluation) -> dict[str, Any]:
+def _row(name: str, candidate: Candidate, evaluation: Evaluation | EvaluatedChange) -> dict[str, Any]:
+    seconds = evaluation.step_seconds
     return {
-        "name": name, "step_seconds": evaluation.step_seconds, "examples_per_second": _rate(candidate, evaluation.step_seconds),
+        "name": name, "step_seconds": seconds, "examples_per_second": candidate.batch / seconds if seconds else None,
         "peak_bytes": evaluation.peak_memory_bytes, "fits": evaluation.fits,
     }  # fmt: skip
-
-
-def _rate(candidate: Candidate, step_seconds: float) -> float | None:
-    return candidate.batch / step_seconds if step_seconds else None
 
 
 def _resized(candidate: Candidate, cluster: Cluster) -> Iterator[tuple[str, Candidate, Cluster]]:

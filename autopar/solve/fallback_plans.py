@@ -9,7 +9,7 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
-from autopar.solve.problem.forced_axes import MOST_REDUNDANT, forced_axes, why_disobeyed
+from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
 from autopar.solve.search_state import SearchState
 
 _MAX_POINTS = 8
@@ -21,16 +21,7 @@ def least_memory_solution(state: SearchState) -> MeshSolution | None:
     none that the stage search makes fits: its estimates of memory err on the safe side."""
     search = MinimumMemory(state.registry, 1, least_memory_pipeline)
     memory_plan = search.fitting_plan(state.graph, state.cluster, state.options)
-    if memory_plan is None:
-        return None
-    plan, pipeline = memory_plan.candidate, memory_plan.candidate.pipeline
-    if any(whole > MOST_REDUNDANT for axis, whole in memory_plan.evaluation.redundant_share if axis in state.options.force):
-        return None
-    return MeshSolution(
-        mesh=plan.mesh, status=Status.FEASIBLE, objective_seconds=memory_plan.evaluation.step_seconds, candidate=plan,
-        evaluation=memory_plan.evaluation, micro_batches=plan.micro_batches, zero_group=plan.zero_group, stages=pipeline.stages,
-        virtual=pipeline.virtual, schedule=pipeline.schedule, graph=memory_plan.graph,
-    )  # fmt: skip
+    return memory_plan.solution() if memory_plan is not None and memory_plan.obeys(state.options.force) else None
 
 
 def warm_start_solution(state: SearchState) -> MeshSolution | None:

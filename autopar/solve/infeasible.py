@@ -12,8 +12,8 @@ from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.rules.registry import Registry
-from autopar.solve.bounds.minimum_memory import MemoryPlan, MinimumMemory, forced_stages, without_forced
-from autopar.solve.ilp.solve_mesh import MeshSolver
+from autopar.solve.bounds.minimum_memory import MinimumMemory, forced_stages, without_forced
+from autopar.solve.ilp.solve_mesh import MeshSolver, PricedPlan
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
@@ -35,7 +35,7 @@ class Relaxation:
     """A change that makes the problem feasible, and the plan that shows it."""
 
     change: str
-    plan: MemoryPlan
+    plan: PricedPlan
 
     def __str__(self) -> str:
         cost = self.plan.evaluation
@@ -74,7 +74,7 @@ def _nothing_to_shard(graph: Graph, cluster: Cluster) -> str:
     )
 
 
-def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:
+def _smaller_margin(nearest: PricedPlan) -> Iterator[str]:
     """The margin under which the nearest plan fits, where the devices have the memory for it."""
     peak, capacity = nearest.evaluation.peak_memory_bytes, nearest.evaluation.memory_capacity_bytes
     left = int(1000 * (1 - peak / capacity)) / 1000
@@ -85,14 +85,14 @@ def _smaller_margin(nearest: MemoryPlan) -> Iterator[str]:
         )
 
 
-def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> MemoryPlan | None:
+def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, search: MinimumMemory) -> PricedPlan | None:
     """Return the fixed or the solved minimum-memory plan, whichever has the smaller shortage."""
     plans = [search.fixed_plan(graph, cluster, options), search.solved_plan(graph, cluster, options)]
     return min((each for each in plans if each is not None), key=lambda each: each.shortage_bytes, default=None)
 
 
 def _shortage_text(
-    graph: Graph, cluster: Cluster, options: SearchOptions, nearest: MemoryPlan | None, least_bytes: float
+    graph: Graph, cluster: Cluster, options: SearchOptions, nearest: PricedPlan | None, least_bytes: float
 ) -> str:  # fmt: skip
     memory = _gib(cluster.device.memory_bytes)
     margin = cluster.device.memory_margin
@@ -202,7 +202,7 @@ def fewest_nodes(graph: Graph, cluster: Cluster, options: SearchOptions, search:
     sizes = _sizes(graph, cluster, options)
     if tensor_budget_bytes(cluster.device) <= 0:
         return None
-    best: tuple[int, MemoryPlan] | None = None
+    best: tuple[int, PricedPlan] | None = None
     for exact in (False, True):
         low, high = 0, len(sizes) if best is None else sizes.index(best[0])
         while low < high and (search.left > 0 or not exact):

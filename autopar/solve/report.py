@@ -103,12 +103,8 @@ def as_baseline(priced: PricedRecipe) -> Baseline:
 
 def _unique_solutions(solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
     """Return every point once: a pipeline that was solved has its schedules, and no entry as a point without one."""
-
-    def point(each: MeshSolution) -> tuple[object, ...]:
-        return each.mesh, each.micro_batches, each.zero_group, each.stages
-
-    solved = {point(each) for each in solutions if each.schedule}
-    return [each for each in solutions if each.schedule or point(each) not in solved]
+    solved = {replace(each.point, virtual=1, schedule="") for each in solutions if each.point.schedule}
+    return [each for each in solutions if each.point.schedule or each.point not in solved]
 
 
 def _search(result: PlanResult, constrained: Constraints) -> SearchInfo:

@@ -9,6 +9,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
+from autopar.solve.space.grid import GridPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,9 @@ def other_results(graph: Graph, result: PlanResult, count: int) -> tuple[PlanRes
     for each in sorted(fitting, key=lambda each: each.step_seconds or 0.0):
         assert each.candidate is not None and each.evaluation is not None
         seconds = each.evaluation.step_seconds
-        if _point_of(each.candidate) != _point_of(result.candidate) and str(each) not in out:
+        if GridPoint.of(each.candidate) != GridPoint.of(result.candidate) and str(each) not in out:
             out[str(each)] = replace(
                 result, graph=each.graph or graph, candidate=each.candidate, evaluation=each.evaluation, status=Status.FEASIBLE,
                 gap=1 - min(result.lower_bound_seconds, seconds) / seconds, fastest=None,
             )  # fmt: skip
     return tuple(out.values())[:count]
-
-
-def _point_of(candidate: Candidate) -> object:
-    pipeline = candidate.pipeline
-    return candidate.mesh, candidate.micro_batches, candidate.zero_group, pipeline.stages, pipeline.virtual, pipeline.schedule

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.describe import cut_short_text
-from autopar.ir.mesh import Mesh
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
 from autopar.solve.problem.forced_axes import forced_axes, forced_axis_notes
 from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.result import PlanResult
-from autopar.solve.search_state import SearchPoint, SearchState
-from autopar.solve.space.grid import GridPoint
+from autopar.solve.search_state import SearchState
+from autopar.solve.space.grid import least_memory_points
 from autopar.solve.space.pipeline_grid import pipeline_asked
 
 _MESHES = 8
@@ -55,7 +54,7 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
     for each in state.points:
         if not each.done and (whole or each.left_out):
             each.solution.leave(state.best_seconds(), state.options.min_improvement, state.why_not_tried(each))
-    priced = (each for each in state.fitting if each.stages > 1)  # of which a point has one for each schedule
+    priced = (each for each in state.fitting if each.point.stages > 1)  # of which a point has one for each schedule
     solutions = [*(each.solution for each in state.points), *priced]
     pruned, not_tried = (sum(each.status is status for each in solutions) for status in (Status.PRUNED, Status.NOT_TRIED))
     solved = sum(each.solved for each in solutions)
@@ -112,22 +111,17 @@ def _out_of_time(state: SearchState) -> str:
 
 def _forced_axis_notes(state: SearchState, best: MeshSolution) -> Iterator[str]:
     """Yield what sizes forbid a forced axis of the best plan to shard."""
-    axes = forced_axes(best.mesh, state.options.force)
+    axes = forced_axes(best.point.mesh, state.options.force)
     if axes:
-        point = GridPoint(best.mesh, best.micro_batches, stages=best.stages)
-        yield from forced_axis_notes(state.problem(point), axes, constraint_texts(state.options.pins))
+        yield from forced_axis_notes(state.problem(best.point), axes, constraint_texts(state.options.pins))
 
 
 def _nearest_solvers(state: SearchState) -> list[MeshSolver]:
     """Return solvers of what lacks least, and by how much: per mesh the smallest micro-batches, all state sharded."""
-    nearest: dict[Mesh, SearchPoint] = {}
-    for each in state.mesh_points:
-        first = nearest.setdefault(each.point.mesh, each)
-        if (-each.point.micro_batches, each.point.zero_group) < (-first.point.micro_batches, first.point.zero_group):
-            nearest[each.point.mesh] = each
+    solutions = {each.point: each.solution for each in state.mesh_points}
     out = []
-    for each in sorted(nearest.values(), key=lambda each: len(each.point.mesh.axes))[:_MESHES]:
-        solver = state.solver(state.tables.problem(each.point), each.solution)
+    for point in sorted(least_memory_points(solutions), key=lambda each: len(each.mesh.axes))[:_MESHES]:
+        solver = state.solver(state.tables.problem(point), solutions[point])
         solver.result.shortage_bytes = solver.shortage_bytes()
         out.append(solver)
     return out

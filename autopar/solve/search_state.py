@@ -37,11 +37,14 @@ class SearchPoint:
     """A point of the grid: its solution so far, whether nothing remains to be done for it, the step of its warm start (0: it has
     none), and why it was `left_out` where bounds do not prune it."""
 
-    point: GridPoint
     solution: MeshSolution
     done: bool = False
     warm_start_seconds: float = 0.0
     left_out: str = ""
+
+    @property
+    def point(self) -> GridPoint:
+        return self.solution.point
 
     @property
     def is_pipeline(self) -> bool:
@@ -125,9 +128,7 @@ class SearchState:
         if asked or size > 1:
             points += pipeline_points(self.pipeline_graph, self.cluster, force, self.registry, schedule)
         self.points = [
-            SearchPoint(
-                each, MeshSolution(each.mesh, micro_batches=each.micro_batches, zero_group=each.zero_group, stages=each.stages)
-            )
+            SearchPoint(MeshSolution(each))
             for each in points
             if not (self.pipeline_tables if each.stages > 1 else self.tables).refusal(each.mesh)
         ]
@@ -205,7 +206,7 @@ class SearchState:
         options, axes = self.options, len(each.point.mesh.axes)
         if each.is_pipeline:
             return options.min_improvement
-        wider = axes > 2 and (self.best is None or axes > len(self.best.mesh.axes))
+        wider = axes > 2 and (self.best is None or axes > len(self.best.point.mesh.axes))
         large = options.min_improvement_large if self.is_large(each) else 0.0
         return max(options.min_improvement, options.indifference if wider else 0.0, large)
 

@@ -6,9 +6,9 @@ leaves ``r / (1 + r)`` of it free, where ``r`` is exceeded by one run in fifty, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from autopar.software.residuals import quantile
 from autopar.validate.rows import Row
 from autopar.validate.summary import Comparison, measure_of
 
@@ -30,20 +30,9 @@ def memory_residuals(points: Iterable[Comparison]) -> list[tuple[str, float]]:
     ]
 
 
-def weighted_quantile(residuals: Sequence[tuple[str, float]], share: float) -> float:
-    """The least residual that at most `share` of the weight exceeds; every source has the same weight, whatever its rows."""
-    rows = Counter(source for source, _ in residuals)
-    above = 0.0
-    for source, residual in sorted(residuals, key=lambda pair: -pair[1]):
-        above += 1 / (rows[source] * len(rows))
-        if above > share:
-            return residual
-    return 0.0
-
-
 def margin_of(points: Iterable[Comparison]) -> float:
     """The memory margin under which at most `RUNS_OUT` of the runs would take more than the memory."""
-    exceeded = max(0.0, weighted_quantile(memory_residuals(points), RUNS_OUT))
+    exceeded = max(0.0, quantile(memory_residuals(points), 1 - RUNS_OUT))
     return exceeded / (1 + exceeded)
 
 

@@ -163,7 +163,7 @@ def _solved(
     point = GridPoint(mesh, parts)
     ranks = stage_cluster(cluster, cluster.size // point.mesh.size)  # where every data rank computes the whole: one of them
     problem = ProblemTables(graph, ranks, options, registry).problem(point, zeros, ranks)
-    solution = MeshSolution(point.mesh, micro_batches=parts)
+    solution = MeshSolution(point)
     solver = MeshSolver(graph, problem, (), _GAP, solution)
     solver.solve_without_memory(inf)
     if not solution.solved:

@@ -11,6 +11,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+
 from autopar.cost_models.calibrate.fit import Calibration, fit_cluster, is_reliable
 from autopar.cost_models.calibrate.measure import (
     QUICK_SECONDS,
@@ -77,7 +79,7 @@ def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], ob
         data = read_json(path, ClusterError, "the measurement")
         age = time.time() - path.stat().st_mtime
         if age < STALE_SECONDS:
-            tries, run = int(data["tries"]), CalibrationRun.from_dict(data["run"])
+            tries, run = int(data["tries"]), msgspec.convert(data["run"], CalibrationRun)
             if is_reliable(run) or age < RETRY_SECONDS * 2 ** (tries - 1):
                 return Cluster.from_dict(data["cluster"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, ClusterError):

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -110,15 +110,6 @@ class CalibrationRun:
     def everything(self) -> tuple[Timing, ...]:
         """Operations and collectives."""
         return self.operations + self.collectives
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> CalibrationRun:
-        """Read a run, the inverse of `dataclasses.asdict`."""
-        operations, collectives = (tuple(Timing(**each) for each in data[key]) for key in ("operations", "collectives"))
-        slowdown, spread, contention = (float(data[key]) for key in ("slowdown", "spread", "contention"))
-        parts = tuple((str(what), float(seconds)) for what, seconds in data.get("parts", ()))
-        narrower = tuple(Timing(**each) for each in data.get("narrower", ()))
-        return CalibrationRun(dict(data["facts"]), operations, collectives, slowdown, spread, contention, parts, narrower)
 
     def faster(self, other: CalibrationRun) -> CalibrationRun:
         """Return the faster seconds of each timing: only a disturbance makes a run slower. This run where the two differ."""

@@ -81,30 +81,20 @@ def conversion_cost(
     conversion = axis_conversion(source[axis], target[axis], value.differentiable)
     if conversion is None:
         raise ValueError(f"no conversion of {value.name} from {source[axis]} to {target[axis]}")
-    size = mesh.sizes[axis]
-    if size == 1:
-        return ConversionCost(
-            axis=axis,
-            forward_comm_seconds=0.0,
-            backward_comm_seconds=0.0,
-            forward_local_seconds=0.0,
-            backward_local_seconds=0.0,
-            forward_kind=conversion.forward,
-            backward_kind=conversion.backward,
-            full_bytes=0.0,
-        )
-    other = shard_count((*source[:axis], *source[axis + 1 :]), (*mesh.sizes[:axis], *mesh.sizes[axis + 1 :]))
-    full_bytes = value_bytes(value, batch) / other
-    link = links_of_axis(cluster, mesh, axis)
-    contiguous = all(place.dim == 0 for place in (source[axis], target[axis]) if isinstance(place, Shard))
-    forward_comm, forward_local = _side(conversion.forward, full_bytes, link, cluster.device, contiguous)
-    backward_comm, backward_local = _side(conversion.backward, full_bytes, link, cluster.device, contiguous)
+    full_bytes, forward, backward = 0.0, (0.0, 0.0), (0.0, 0.0)
+    if mesh.sizes[axis] > 1:
+        other = shard_count((*source[:axis], *source[axis + 1 :]), (*mesh.sizes[:axis], *mesh.sizes[axis + 1 :]))
+        full_bytes = value_bytes(value, batch) / other
+        link = links_of_axis(cluster, mesh, axis)
+        contiguous = all(place.dim == 0 for place in (source[axis], target[axis]) if isinstance(place, Shard))
+        forward = _side(conversion.forward, full_bytes, link, cluster.device, contiguous)
+        backward = _side(conversion.backward, full_bytes, link, cluster.device, contiguous)
     return ConversionCost(
         axis=axis,
-        forward_comm_seconds=forward_comm,
-        backward_comm_seconds=backward_comm,
-        forward_local_seconds=forward_local,
-        backward_local_seconds=backward_local,
+        forward_comm_seconds=forward[0],
+        backward_comm_seconds=backward[0],
+        forward_local_seconds=forward[1],
+        backward_local_seconds=backward[1],
         forward_kind=conversion.forward,
         backward_kind=conversion.backward,
         full_bytes=full_bytes,

@@ -2,6 +2,5 @@
 
 It is data, without numbers. Three kinds of code interpret it: the evaluator (`cost_models.step`) plays it with the bytes and
 seconds of one plan, the integer program (``solve.ilp``) sums the same terms as linear expressions, and bounds (``solve.bounds``)
-leave terms out. The evaluator's memory events are running sums of their own, which a test holds against this folder. Imports
-`state` beside it.
+leave terms out. Imports `state` beside it.
 """

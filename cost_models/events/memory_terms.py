@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from typing import NamedTuple
 
 from autopar.cost_models.state.state_memory import StateMemory
@@ -115,6 +116,7 @@ def held_bytes(state: StateMemory, several: bool) -> float:
     return sum(each.weight * float(getattr(state, each.field)) for each in held_terms(several))
 
 
+@cache
 def step_events(several: bool) -> StepEvents:
     """Return the events of a step of one or `several` micro-batches.
 

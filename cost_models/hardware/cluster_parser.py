@@ -171,17 +171,15 @@ def parse_device(data: Any, where: str) -> Device:
     return device
 
 
-def parse_link(data: Any, where: str) -> Link:
-    """Read a link level."""
-    readers = {"kind": _link_kind, "dimensions": list_of(_whole), "factors": _factors, "measured": list_of(parse_measured)}
-    link: Link = parse_dataclass(Link, data, where, readers)
-    return link
+def reader_of(cls: type[Any], **readers: Reader) -> Reader:
+    """Return a reader of instances of dataclass `cls`, as `parse_dataclass` reads them."""
+    return lambda data, where: parse_dataclass(cls, data, where, readers)
 
 
-def parse_offload_target(data: Any, where: str) -> OffloadTarget:
-    """Read host memory or NVMe."""
-    target: OffloadTarget = parse_dataclass(OffloadTarget, data, where, {})
-    return target
+parse_link = reader_of(Link, kind=_link_kind, dimensions=list_of(_whole), factors=_factors, measured=list_of(parse_measured))
+parse_offload_target = reader_of(OffloadTarget)
+parse_node_group = reader_of(NodeGroup, device=parse_device, links=list_of(parse_link))
+"""Readers of a link level, of host memory or NVMe, and of the nodes of one kind in a heterogeneous cluster."""
 
 
 def parse_overlap(data: Any, where: str) -> Overlap:
@@ -198,12 +196,6 @@ def parse_state_layout(data: Any, where: str) -> StateLayout:
     if {layout.gradient_bytes, layout.bfloat16_gradient_bytes} - {0, 2, 4} or layout.accesses < 0:
         raise ClusterError(f"{where}: write gradient_bytes 0, 2 or 4, and accesses of at least 0")
     return layout
-
-
-def parse_node_group(data: Any, where: str) -> NodeGroup:
-    """Read the nodes of one kind in a heterogeneous cluster."""
-    group: NodeGroup = parse_dataclass(NodeGroup, data, where, {"device": parse_device, "links": list_of(parse_link)})
-    return group
 
 
 _LEAST = 1e-9

@@ -71,12 +71,6 @@ class StatePolicy:
             rest_bytes=optimizer.rest_tensors * master,
         )
 
-    @staticmethod
-    def zero_paper() -> StatePolicy:
-        """Return the policy of the ZeRO paper: fp16 weights 2, fp16 gradients 2, K = 12 (float32 master 4, momentum 4, variance
-        4): arXiv 1910.02054, section 3.1."""
-        return StatePolicy(2, 4, 2, 8, stored_compute=True)
-
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:

@@ -1,16 +1,17 @@
 """Peak memory of a device: the events of a training step at which memory may peak, and the table of the largest one.
 
-They are those of `events.memory_terms`, which the solver's linear model (``solve.ilp.memory_events``) sums: here with running
-sums, since a search looks for hundreds of peaks, and without arrays, since whoever reads a plan imports none.
-The order of events is that of the runtime (FSDP2, gradient buckets, autograd), checked against the program itself by dry runs.
+They are those of `events.memory_terms`, which the solver's linear model (``solve.ilp.memory_events``) sums too. Here a term is
+summed for all calls at once, since a search looks for hundreds of peaks, and without arrays, since whoever reads a plan imports
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from autopar.cost_models.events.memory_terms import CALL_FIELDS, CallMemory, Of, Term, step_events
+from autopar.cost_models.events.memory_terms import CALL_FIELDS, CallMemory, EventTerms, Of, Term, step_events
 from autopar.cost_models.state.offload_cost import update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 
@@ -93,109 +94,72 @@ def peak_memory(
         activations=0.0,
         temporaries=update_temporaries(states, foreach),
     )
-    events = (*_forward_events(calls, root, micro_batches), *_backward_events(calls, root, micro_batches), update)
+    events = (*_call_events(calls, root, micro_batches > 1), update)
     peak = max(events, key=lambda event: event.total_bytes)
     table = fixed | {kind: getattr(peak, kind) for kind in VARYING}
     table["slack"] = slack * peak.total_bytes
-    kept = max(event.gradients + event.activations for event in events) + _always_gathered(calls, root)
+    always_gathered = root.gathered + sum(call.state.gathered_persistent for call in calls)
+    kept = max(event.gradients + event.activations for event in events) + always_gathered
     held = sum(fixed.values()) - base_bytes + (1 + slack) * kept
     return PeakMemory(peak, {kind: table[kind] for kind in KINDS}, events, held)
 
 
-def _always_gathered(calls: Sequence[CallMemory], root: StateMemory) -> float:
-    """Return the weights that stay gathered from forward to backward."""
-    return root.gathered + sum(call.state.gathered for call in calls if not call.state.gathered_is_transient)
-
-
-def _transient(state: StateMemory) -> float:
-    """Return the weights that are gathered while the call computes (ZeRO-3)."""
-    return state.gathered if state.gathered_is_transient else 0.0
-
-
-def _accumulated(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> float:
-    """Return the gradients (and buffers) that are there before a backward, after the first micro-batch."""
-    states = [*(call.state for call in calls), root]
-    return sum(state.accumulated * (state.persistent_reduce_buffer + (micro_batches > 1)) for state in states)
-
-
-def _forward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
-    """Yield the events of the forward of call i: what earlier calls saved, all that this forward allocates, its gathered weights
-    and the flat buffer that they are gathered into. (After the first micro-batch, weights that stay gathered are not gathered
-    again.)"""
-    gathered, gradients = _always_gathered(calls, root), _accumulated(calls, root, micro_batches)
-    saved = sum(call.earlier for call in calls)
-    for index, call in enumerate(calls):
-        kept_gathered = micro_batches > 1 and not call.state.gathered_is_transient
-        yield MemoryEvent(
-            phase="forward",
-            call=index,
-            gradients=gradients,
-            gathered=gathered + _transient(call.state),
-            activations=saved,
-            temporaries=call.forward_bytes,
-            collectives=0.0 if kept_gathered else call.state.gathered,
-        )
-        saved += call.latest
-
-
-def _backward_events(calls: Sequence[CallMemory], root: StateMemory, micro_batches: int) -> Iterator[MemoryEvent]:
-    """Yield the events of the backward of call i: its weights are gathered again (gather); then all that calls up to i saved, its
-    working set, the buffer in which the gradients of call i + 1 are being reduced, and the weights of the call and of the one
-    that is prefetched. At its end (reduction) the call's saved tensors are free; its unsharded gradients, and the buffer that
-    they are reduced in, are there.
-
-    Shared weights get their first gradient in the last call's backward, hold it until the first call's, where another is added to
-    it (autograd allocates the sum), and are reduced then.
-    """
-    always_gathered = _always_gathered(calls, root)
-    transient = [_transient(call.state) for call in calls]
-    before = _accumulated(calls, root, micro_batches)
-    saved = sum(call.earlier for call in calls)
-    for call in calls:
-        saved += call.latest
-    reduced = shared = reducing = 0.0
-
-    def event(phase: str, call: int, gathered: float, temporaries: float, collectives: float) -> MemoryEvent:
-        return MemoryEvent(
-            phase=phase,
-            call=call,
-            gradients=before + reduced,
-            gathered=gathered,
-            activations=saved,
-            temporaries=temporaries,
-            collectives=collectives,
-        )
-
-    root_gradients = root.unsharded_gradients + (root.gradients if root.reduced_in_place else 0.0)
+def _call_events(calls: Sequence[CallMemory], root: StateMemory, several: bool) -> Iterator[MemoryEvent]:
+    """Yield the events of `step_events` at every call: the forwards, and the backwards from the last call to the first."""
+    step, columns = step_events(several), _Columns(calls, root)
+    shared = len(calls) > 1 and root.unsharded_gradients + root.gradients_in_place > 0
+    backward = [(each, columns.of(each, step.base)) for each in step.backward if shared or not each.at_shared_sum]
+    for index, row in enumerate(columns.of(step.forward, step.base)):
+        yield MemoryEvent(step.forward.phase, index, *row)
     for index in reversed(range(len(calls))):
-        call, state = calls[index], calls[index].state
-        weights = always_gathered + sum(transient[max(0, index - 1) : index + 1])
-        left = call.input_gradient_bytes
-        yield event("gather", index, always_gathered + transient[index], left + shared, transient[index] + reducing)
-        yield event("backward", index, weights, call.backward_bytes + shared, reducing)
-        if shared and index == 0:
-            yield event("backward", index, weights, left + 3 * shared, reducing)
-        saved -= call.latest
-        shared = root_gradients
-        unreduced, new = _gradients(state, micro_batches)
-        reduced += new if state.reduced_in_place else 0.0
-        leaving = max(_freed_reduce_buffer(state), reducing)
-        yield event("reduction", index, weights - transient[index], left + unreduced + shared, leaving)
-        reduced += 0.0 if state.reduced_in_place else new
-        reducing = 0.0 if state.reduced_in_place else state.reduce_buffer
-    unreduced, _ = _gradients(root, micro_batches)
-    yield event("reduction", 0, root.gathered, max(shared, unreduced), max(_freed_reduce_buffer(root), reducing))
+        for each, rows in backward:
+            if index == 0 or not each.at_shared_sum:
+                yield MemoryEvent(each.phase, index, *rows[index])
+    yield MemoryEvent(step.end.phase, 0, *columns.of(step.end)[0])
 
 
-def _freed_reduce_buffer(state: StateMemory) -> float:
-    return 0.0 if state.persistent_reduce_buffer else state.reduce_buffer
+class _Columns:
+    """The terms of events in lists, a number for each call. Most fields are 0 at all calls, and take no sums then."""
+
+    def __init__(self, calls: Sequence[CallMemory], root: StateMemory) -> None:
+        self.calls, self.root = calls, root
+        self._known: dict[tuple[str, Of], list[float]] = {}
+
+    def of(self, event: EventTerms, base: Sequence[Term] = ()) -> list[tuple[float, ...]]:
+        """Return the bytes of an event at each call by kind, as in `VARYING`, with what is there at all events."""
+        out = {kind: [0.0] * len(self.calls) for kind in VARYING}
+        for term in (*base, *event.terms):
+            self._add(out, term.kind, term.weight, self._column(term))
+        if event.largest:
+            self._add(out, event.largest[0].kind, 1.0, list(map(max, *map(self._column, event.largest))))
+        return list(zip(*out.values(), strict=True))
+
+    @staticmethod
+    def _add(out: dict[str, list[float]], kind: str, weight: float, column: Sequence[float]) -> None:
+        if any(column):
+            out[kind] = [before + weight * each for before, each in zip(out[kind], column, strict=True)]
+
+    def _column(self, term: Term) -> list[float]:
+        key = term.field, term.of
+        if key not in self._known:
+            if term.of in (Of.ROOT, Of.ROOT_BUT_LAST):
+                self._known[key] = [float(getattr(self.root, term.field))] * len(self.calls)
+                self._known[key][-1] *= term.of is Of.ROOT
+            else:
+                parts = self.calls if term.field in CALL_FIELDS else [call.state for call in self.calls]
+                self._known[key] = _OVER_CALLS[term.of]([float(getattr(part, term.field)) for part in parts])
+        return self._known[key]
 
 
-def _gradients(state: StateMemory, micro_batches: int) -> tuple[float, float]:
-    """Return, when the backward of a call ends, (gradients to be reduced or accumulated, gradients that stay)."""
-    if state.persistent_reduce_buffer or (state.reduced_in_place and micro_batches > 1):
-        return state.unsharded_gradients + state.gradients, 0.0
-    return state.unsharded_gradients, state.gradients if micro_batches == 1 else 0.0
+_OVER_CALLS: Mapping[Of, Callable[[list[float]], list[float]]] = {
+    Of.HERE: lambda each: each,
+    Of.PREVIOUS: lambda each: [0.0, *each[:-1]],
+    Of.NEXT: lambda each: [*each[1:], 0.0],
+    Of.BEFORE: lambda each: [0.0, *accumulate(each[:-1])],
+    Of.UNTIL: lambda each: list(accumulate(each)),
+    Of.AFTER: lambda each: [*accumulate(each[:0:-1], initial=0.0)][::-1],
+    Of.ALL: lambda each: [sum(each)] * len(each),
+}
 
 
 def running_bytes(call: CallMemory, several: bool) -> float:

@@ -181,15 +181,7 @@ def _with_second_weight_version(
     update["temporaries"] = update_temporaries(states, foreach)
     if sum(update.values()) <= sum(table.values()):
         return replace(peak, table=table)
-    event = MemoryEvent(
-        phase="optimizer",
-        call=-1,
-        gradients=update["gradients"],
-        gathered=0.0,
-        activations=update["activations"],
-        temporaries=update["temporaries"],
-    )
-    return PeakMemory(event, update)
+    return PeakMemory(MemoryEvent("optimizer", -1, *(update[kind] for kind in VARYING)), update)
 
 
 def _stage_memory(graph: Graph, traces: Mapping[str, CallTrace], peak: PeakMemory, indices: Sequence[int]) -> StageMemory:

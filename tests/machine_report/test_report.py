@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from autopar.capture.models import bundled_models
@@ -62,7 +63,7 @@ def test_what_fails_is_a_line(
     assert f"failed: step {failed['name']}" in out and "mlp, 1 of 2" in out and "matrix products, float32" in out
     assert [each["name"] for each in document["constants"]][-1] == "all_gather of 10000000 bytes over 2"
     assert Cluster.parse(str(cluster)).size == 2 and document["cluster"]["device"]["name"] == "toy process"
-    assert CalibrationRun.from_dict(document["run"]).collectives[0].name == "all_reduce"
+    assert msgspec.convert(document["run"], CalibrationRun).collectives[0].name == "all_reduce"
 
 
 def test_a_calibration_that_fails_is_a_line_too(

@@ -47,14 +47,14 @@ def test_no_drawn_plan_is_below_the_bound(text: str, memory_bytes: int) -> None:
     """Plans drawn from the rules by a seed, with every state sharding, micro-batches, and recomputation."""
     graph, cluster = small(), cluster_of(text, memory_bytes)
     result = search(graph, cluster, SearchOptions())
-    points = {(each.mesh, each.micro_batches, each.zero_group): each for each in result.solutions if each.stages == 1}
+    points = {each.point: each for each in result.solutions if each.point.stages == 1}
     fitting = 0
-    for (mesh, parts, group), point in points.items():
+    for at, point in points.items():
         for seed in range(6):
-            zero = seed % 4 if mesh.size_of(DATA_AXIS) > 1 else 0
-            drawn = drawn_candidate(graph, mesh, seed, zero=zero, wild=0.3 * (seed % 2))
+            zero = seed % 4 if at.mesh.size_of(DATA_AXIS) > 1 else 0
+            drawn = drawn_candidate(graph, at.mesh, seed, zero=zero, wild=0.3 * (seed % 2))
             drawn = with_replays(graph, drawn, seed, offload=0.0) if seed > 1 else drawn
-            found = evaluate(graph, replace(drawn, micro_batches=parts, zero_group=group), cluster)
+            found = evaluate(graph, replace(drawn, micro_batches=at.micro_batches, zero_group=at.zero_group), cluster)
             if found.fits:
                 fitting += 1
                 assert point.status is not Status.INFEASIBLE
@@ -74,7 +74,7 @@ def test_solving_every_point_finds_nothing_better(text: str, memory_bytes: int) 
     assert len(every) == len(result.solutions)
     steps = []
     for point in every:
-        attempt = MeshSolver(graph, tables.problem(point), (), 1e-6, MeshSolution(point.mesh))
+        attempt = MeshSolver(graph, tables.problem(point), (), 1e-6, MeshSolution(point))
         attempt.solve_with_memory(20.0)
         if attempt.result.solved and attempt.result.evaluation is not None:
             steps.append(attempt.result.evaluation.step_seconds)
@@ -91,7 +91,7 @@ def test_the_bound_against_exhaustion(seed: int) -> None:
     result = search(graph, cluster, SearchOptions(force={"dp": 1, "pp": 1}))
     best = min(
         point.micro_batches * Exhaustion(part, point.mesh, cluster, Precision()).best_seconds()
-        for point in result.solutions
+        for point in (each.point for each in result.solutions)
         for part in (replace(graph, batch=graph.batch // point.micro_batches),)
     )
     assert result.lower_bound_seconds <= best * (1 + 1e-6)

@@ -10,7 +10,7 @@ from autopar.ir.graph import Call, Graph, Value
 from autopar.ir.placement import Invariant, Partial, Replicate, Shard
 from autopar.rules.registry import default_registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
-from autopar.solve.problem.data_axis import propagate_data_axis
+from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 
@@ -18,7 +18,7 @@ from autopar.solve.space.options import SearchOptions
 def test_activations_are_cut_along_the_batch_and_the_loss_is_whole() -> None:
     graph = gpt2_graph(layers=2)
     boundary = BlockBoundaries(graph)
-    axis = propagate_data_axis(graph, boundary, 4, default_registry())
+    axis = AxisStrategies(graph, default_registry()).on_data_axis(4)
     at = {slot: axis.classes[number] for slot, number in boundary.classes.items()}
     assert at[Slot("Prologue", "in", 0)] == at[Slot("GPT2Block", "in", 0)] == at[Slot("GPT2Block", "out", 0)] == Shard(0)
     assert all(place == Replicate() for slot, place in at.items() if slot.side == "param")

@@ -26,6 +26,7 @@ from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.problem.problem import Problem, build_problem
+from autopar.solve.space.grid import GridPoint
 
 BF16 = Precision("bfloat16", "float32")
 _WHOLE = Cluster.parse("dgx-h100:1")
@@ -50,7 +51,7 @@ def solved(problem: Problem, gap: float = 1e-6) -> tuple[Formulation, ilp.Outcom
 
 
 def attempt(problem: Problem) -> MeshSolution:
-    result = MeshSolution(problem.mesh)
+    result = MeshSolution(GridPoint(problem.mesh))
     MeshSolver(problem.graph, problem, (), 1e-7, result).solve_with_memory(60)
     assert not result.warnings
     return result

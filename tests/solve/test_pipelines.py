@@ -222,12 +222,12 @@ def test_no_forced_pipeline_is_below_the_bound(ranks_per_core: float) -> None:
     graph, cluster = small(), Cluster.parse("local:4")
     cluster = replace(cluster, device=replace(cluster.device, ranks_per_core=ranks_per_core))
     result = found(graph, cluster)
-    statuses = Counter(each.status for each in result.solutions if each.stages > 1)
+    statuses = Counter(each.status for each in result.solutions if each.point.stages > 1)
     assert statuses and set(statuses) <= {Status.PRUNED, Status.NOT_TRIED, Status.FEASIBLE, Status.INFEASIBLE}
     bounds = {
-        (each.stages, each.mesh, each.micro_batches, each.zero_group): each
+        (each.point.stages, each.point.mesh, each.point.micro_batches, each.point.zero_group): each
         for each in result.solutions
-        if each.stages > 1 and not each.schedule
+        if each.point.stages > 1 and not each.point.schedule
     }
     for pp in (2, 4):
         for name in ("1f1b", "zb-h1", "zbv"):

@@ -20,6 +20,7 @@ from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import complexity, robust_choice
+from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 
 GRAPH = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
@@ -59,7 +60,7 @@ def with_parts(candidate: Candidate) -> Candidate:
 def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
     """A search that found these, the fastest one first."""
     solutions = tuple(
-        MeshSolution(candidate.mesh, Status.OPTIMAL, candidate=candidate, evaluation=evaluation)
+        MeshSolution(GridPoint.of(candidate), Status.OPTIMAL, candidate=candidate, evaluation=evaluation)
         for candidate, evaluation in plans
     )
     candidate, evaluation = plans[0]

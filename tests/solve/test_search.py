@@ -63,7 +63,7 @@ def test_llama_on_four_nodes_in_bf16(contention: float, gap: float) -> None:
     result = search(graph, cluster, SearchOptions(precision=BF16), lines.append)
     assert result.warnings == ()
     assert result.gap <= gap
-    assert {each.mesh for each in result.solutions if each.stages == 1} == set(meshes(32, 32, {}, 8))
+    assert {each.point.mesh for each in result.solutions if each.point.stages == 1} == set(meshes(32, 32, {}, 8))
     solved = [each for each in result.solutions if each.solved]
     assert all(any(text.startswith(f"{each!s:36}") for text in lines) for each in solved)
     pruned = [each for each in result.solutions if each.status is Status.PRUNED]
@@ -90,7 +90,7 @@ def test_what_was_not_tried_says_why() -> None:
     result = search(graph, cluster, SearchOptions(precision=BF16, time_limit_seconds=10.0))
     by_status = {status: [each for each in result.solutions if each.status is status] for status in Status}
     _check_words(result, by_status)
-    assert any(each.stages > 1 for each in by_status[Status.NOT_TRIED])
+    assert any(each.point.stages > 1 for each in by_status[Status.NOT_TRIED])
     listed = plan_of_result(graph, cluster, result, (), optimizer="adamw").document.search.meshes
     names = [each.mesh for each in listed]
     assert len(names) == len(set(names))

@@ -21,6 +21,7 @@ from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.problem import build_problem
 from autopar.solve.search import search
+from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import mesh_of
 from autopar.solve.space.options import SearchOptions
 
@@ -74,17 +75,17 @@ def test_the_relaxation_under_memory_is_below_the_plan() -> None:
     """It needs no solver of integers; and it knows what cannot fit at all."""
     graph, cluster = llama_graph(layers=3), Cluster.parse("dgx-h100:1")
     problem = build_problem(graph, mesh_of(2, 4), cluster, BF16, "adamw", default_registry())
-    free = MeshSolver(graph, problem, (), 1e-4, MeshSolution(problem.mesh))
+    free = MeshSolver(graph, problem, (), 1e-4, MeshSolution(GridPoint(problem.mesh)))
     free.solve_without_memory(30)
     assert free.result.evaluation is not None
     tight = replace(problem, cluster=with_memory(cluster, free.result.evaluation.peak_memory_bytes * 0.8))
-    bound = MeshSolver(graph, tight, (), 1e-4, MeshSolution(problem.mesh)).relax_with_memory(30)
-    solved = MeshSolver(graph, tight, (), 1e-4, MeshSolution(problem.mesh))
+    bound = MeshSolver(graph, tight, (), 1e-4, MeshSolution(GridPoint(problem.mesh))).relax_with_memory(30)
+    solved = MeshSolver(graph, tight, (), 1e-4, MeshSolution(GridPoint(problem.mesh)))
     solved.solve_with_memory(30)
     assert solved.result.evaluation is not None and solved.result.solved
     assert 0.9 * solved.result.evaluation.step_seconds <= bound <= solved.result.evaluation.step_seconds * (1 + 1e-6)
     too_small = replace(problem, cluster=with_memory(cluster, cluster.device.base_bytes * 1.01))
-    assert MeshSolver(graph, too_small, (), 1e-4, MeshSolution(problem.mesh)).shortage_bytes() > 0
+    assert MeshSolver(graph, too_small, (), 1e-4, MeshSolution(GridPoint(problem.mesh))).shortage_bytes() > 0
 
 
 def test_a_limit_just_below_the_fastest_plan_is_met() -> None:

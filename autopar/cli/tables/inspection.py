@@ -9,7 +9,6 @@ from typing import Any
 
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.evaluation import cluster_of, evaluation_of
-from autopar.errors import PlanError
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.schedules.draw import LEGEND, draw
 
@@ -89,10 +88,9 @@ def timeline(plan: Plan, console: Console) -> None:
     axis. PlanError where the file does not describe the cluster."""
     from autopar.cost_models.breakdown.pipeline_timeline import pipeline_timeline
     from autopar.cost_models.step.evaluate import evaluate
+    from autopar.explain.predicted_step import described_cluster
 
-    cluster = cluster_of(plan)
-    if cluster is None:
-        raise PlanError("the plan does not describe its cluster, so that there are no times: plan again with --cluster")
+    cluster = described_cluster(plan)
     found = pipeline_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)
     step = evaluate(plan.graph, plan.candidate, cluster, plan.document.optimizer)
     last = step.stages[step.bottleneck]

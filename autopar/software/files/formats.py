@@ -17,6 +17,8 @@ MOST_BYTES = 2**20
 """More than any configuration that people write."""
 MOST_DEPTH = 40
 """Levels of nesting, of brackets and of blanks."""
+_LISTS = ("recompute-modules", "compile.components", "components")
+"""Arguments that are lists of words, of those that matter here."""
 
 
 def read_entries(path: str) -> Entries:
@@ -150,16 +152,11 @@ def _arguments(path: str, text: str) -> dict[str, Entry]:
                 elif waiting and word not in ("\\", ";", "&&", "|"):
                     before = out[waiting].value
                     out[waiting] = Entry(f"{before} {word}".strip(), out[waiting].line)
-                    waiting = waiting if key_takes_several(waiting) else ""
+                    waiting = waiting if waiting in _LISTS else ""
         waiting = waiting if code.rstrip().endswith("\\") else ""
     if not out:
         raise ConfigError(f"{path}:1: no arguments: write --key value")
     return out
-
-
-def key_takes_several(key: str) -> bool:
-    """Whether an argument is a list of words, of those that matter here."""
-    return key in ("recompute-modules", "compile.components", "components")
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:

@@ -31,7 +31,7 @@ def text_of(style: str, values: Mapping[str, Any], head: str = "") -> str:
         lines.append(yaml.safe_dump(_nested(present), sort_keys=False).rstrip())
     else:
         for section, entries in _nested(present).items():
-            lines += ["", f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in entries.items())]
+            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -43,10 +43,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(str, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _toml_value(value: Any) -> str:
-    return json.dumps(value)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +123,7 @@ def _line(key: str, value: Any, style: str) -> str:
     if style == "overrides":
         return f"{key}={_plain(value)}"
     name = key.rpartition(".")[2]
-    return f"{name}: {_plain(value)}" if style == "yaml" else f"{name} = {_toml_value(value)}"
+    return f"{name}: {_plain(value)}" if style == "yaml" else f"{name} = {json.dumps(value)}"
 
 
 def _replaced(line: str, key: str, value: Any, style: str) -> str:

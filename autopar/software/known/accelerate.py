@@ -151,10 +151,6 @@ def write(job: Job) -> dict[str, Any]:
     return out
 
 
-def _stack(generation: str, mixture: bool) -> tuple[str, str]:
-    return "autopar", generation
-
-
 ACCELERATE = Software(
     name="accelerate",
     title="accelerate (FSDP2)",
@@ -162,7 +158,7 @@ ACCELERATE = Software(
     file="accelerate.yaml",
     space=Space((3, 2, 0), ("none", "full"), tensor=True, context=True, hybrid=True),
     rules=RULES,
-    stack=_stack,
+    stack=lambda generation, _: ("autopar", generation),
     recognizes=recognizes,
     read=read,
     write=write,

@@ -76,3 +76,9 @@ def experts_divide(source: Source) -> Constraint:
         return degree == 1 or (model is not None and bool(model.sizes.experts) and model.sizes.experts % degree == 0)
 
     return Constraint("ep={experts} does not divide {all_experts} experts: choose a divisor", holds, source)
+
+
+def layers_fill_chunks(job: Job, model: RecognizedDecoder | None) -> bool:
+    """Every chunk of a pipeline has a layer, but for embedding and loss."""
+    each = job.configuration
+    return model is None or each.stages * each.virtual <= model.layers + 2

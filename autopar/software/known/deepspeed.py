@@ -143,10 +143,6 @@ def write(job: Job) -> dict[str, Any]:
     }
 
 
-def _stack(generation: str, mixture: bool) -> tuple[str, str]:
-    return "deepspeed", generation
-
-
 DEEPSPEED = Software(
     name="deepspeed",
     title="DeepSpeed",
@@ -154,7 +150,7 @@ DEEPSPEED = Software(
     file="ds_config.json",
     space=Space((0, 1, 2, 3), ("none", "full"), offload=(False, True)),
     rules=RULES,
-    stack=_stack,
+    stack=lambda generation, _: ("deepspeed", generation),
     recognizes=recognizes,
     read=read,
     write=write,

@@ -10,12 +10,14 @@ from autopar.decoders.decoder import Architecture, Latent
 from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
+from autopar.software.files.text import text_of
 from autopar.software.known.common import (
     batch_divides,
     context_divides,
     experts_divide,
     heads_divide,
     kv_heads_divide,
+    layers_fill_chunks,
     world_size,
 )
 from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
@@ -31,12 +33,6 @@ _SCHEDULES = Source(_LM, "megatron/core/pipeline_parallel/schedules.py", _COMMIT
 _BRIDGE = Source("NVIDIA-NeMo/Megatron-Bridge", "src/megatron/bridge/recipes", "067f987df03b8355b03192d88d70f1709fedf51a")
 
 _SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
-
-
-def _layers_split(job: Job, model: RecognizedDecoder | None) -> bool:
-    """Every chunk has a layer, or the layout says what it has."""
-    each = job.configuration
-    return model is None or each.stages * each.virtual <= model.layers + 2
 
 
 def _offloads(job: Job, model: RecognizedDecoder | None) -> bool:
@@ -59,7 +55,7 @@ RULES = (
     ),
     Constraint(
         "{layers} layers do not fill pp={stages} x {virtual} chunks: choose fewer",
-        _layers_split,
+        layers_fill_chunks,
         _ARGUMENTS,
     ),
     Constraint(
@@ -320,16 +316,6 @@ def spelling(entries: Entries) -> dict[str, str]:
     return {key: _BRIDGE_NAMES.get(key, f"model.{key.replace('-', '_')}") for key in write(Job())}
 
 
-def _stack(generation: str, mixture: bool) -> tuple[str, str]:
-    return software_of("megatron", generation, mixture) or ("megatron-core", generation)
-
-
-def _also(job: Job) -> dict[str, str]:
-    from autopar.software.files.text import text_of
-
-    return {"bridge_overrides.txt": text_of("overrides", write_bridge(job))}
-
-
 MEGATRON = Software(
     name="megatron",
     title="Megatron-LM, Megatron Bridge",
@@ -337,7 +323,7 @@ MEGATRON = Software(
     file="megatron_arguments.sh",
     space=Space((1,), ("none", "selective", "everything"), tensor=True, pipeline=True, context=True, experts=True, uneven=True),
     rules=RULES,
-    stack=_stack,
+    stack=lambda generation, mixture: software_of("megatron", generation, mixture) or ("megatron-core", generation),
     recognizes=recognizes,
     read=read,
     write=write,
@@ -349,6 +335,6 @@ MEGATRON = Software(
     ),
     whole_experts=True,
     precisions=("bf16", "fp16", "fp32", "fp8"),
-    also=_also,
+    also=lambda job: {"bridge_overrides.txt": text_of("overrides", write_bridge(job))},
     spelling=spelling,
 )

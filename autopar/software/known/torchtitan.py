@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.decoders.recognize import RecognizedDecoder
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import Entries
+from autopar.software.files.text import text_of
 from autopar.software.known.common import (
     batch_divides,
     context_divides,
@@ -14,6 +14,7 @@ from autopar.software.known.common import (
     heads_divide,
     keys_of,
     kv_heads_divide,
+    layers_fill_chunks,
     world_size,
 )
 from autopar.software.record import Constraint, Given, Job, Lack, Software, Source
@@ -41,11 +42,6 @@ _REGISTRY = (
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "zbv": "ZBVZeroBubble"}
 
 
-def _stages_are_filled(job: Job, model: RecognizedDecoder | None) -> bool:
-    each = job.configuration
-    return model is None or each.stages * each.virtual <= model.layers + 2
-
-
 RULES = (
     world_size(_DIMS),
     heads_divide(_CONFIGS),
@@ -58,7 +54,7 @@ RULES = (
         _DIMS,
     ),
     experts_divide(_CONFIGS),
-    Constraint("{stages} x {virtual} stages are more than {layers} layers can fill: choose fewer", _stages_are_filled, _CONFIGS),
+    Constraint("{stages} x {virtual} stages are more than {layers} layers can fill: choose fewer", layers_fill_chunks, _CONFIGS),
     Constraint(
         "{steps} micro-batches are fewer than pp={stages}: the pipeline is never full, give more of them",
         lambda job, _: job.configuration.stages == 1 or job.steps >= job.configuration.stages,
@@ -259,8 +255,6 @@ def write_arguments(job: Job) -> dict[str, Any]:
 
 def arguments_text(job: Job) -> str:
     """The arguments, with the policy of recomputation after all others, as tyro has it."""
-    from autopar.software.files.text import text_of
-
     policy = {"none": "none", "products": "selective", "selective": "selective"}.get(job.configuration.recompute, "full")
     values = write_arguments(job)
     head = "" if values["module"] else f"its registry has no {job.model}: add --module and --config of your own"
@@ -270,10 +264,6 @@ def arguments_text(job: Job) -> str:
 def spelling(entries: Entries) -> dict[str, str]:
     """Where arguments have other keys than the TOML."""
     return {"activation_checkpoint.mode": "activation_checkpoint"} if "activation_checkpoint" in entries.values else {}
-
-
-def _stack(generation: str, mixture: bool) -> tuple[str, str]:
-    return software_of("fsdp", generation, mixture) or ("torchtitan-fsdp2", generation)
 
 
 TORCHTITAN = Software(
@@ -292,7 +282,7 @@ TORCHTITAN = Software(
         most_chunks=2,
     ),  # fmt: skip
     rules=RULES,
-    stack=_stack,
+    stack=lambda generation, mixture: software_of("fsdp", generation, mixture) or ("torchtitan-fsdp2", generation),
     recognizes=recognizes,
     read=read,
     write=write,

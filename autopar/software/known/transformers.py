@@ -136,10 +136,6 @@ def spelling(entries: Entries) -> dict[str, str]:
     return {"fsdp_config.activation_checkpointing": "gradient_checkpointing"} if "gradient_checkpointing" in entries else {}
 
 
-def _stack(generation: str, mixture: bool) -> tuple[str, str]:
-    return "autopar", generation
-
-
 TRANSFORMERS = Software(
     name="transformers",
     title="the Trainer of transformers",
@@ -147,7 +143,7 @@ TRANSFORMERS = Software(
     file="training_arguments.json",
     space=Space((0, 2, 3), ("none", "full"), tensor=True, hybrid=True),
     rules=RULES,
-    stack=_stack,
+    stack=lambda generation, _: ("autopar", generation),
     recognizes=recognizes,
     read=read,
     write=write,

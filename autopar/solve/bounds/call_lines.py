@@ -53,6 +53,18 @@ class SavedLine:
     least: float
 
 
+@dataclass(frozen=True, slots=True)
+class CallLines:
+    """The half-planes of one call for one micro-batch, by linear programs of the block. `working_bytes`: of a backward, beside
+    what is saved. `traded`: seconds beyond those of the first line, with recomputation, against bytes that are saved, of the
+    calls that matter; None where they were not looked for."""
+
+    durations: tuple[DurationLine, ...]
+    saved: tuple[SavedLine, ...]
+    working_bytes: float = 0.0
+    traded: tuple[SavedLine, ...] | None = ()
+
+
 def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool = False) -> tuple[DurationLine, ...]:
     """Return the half-planes of one block's durations; the first one has all weights 1. The others of a `minor` block are those
     of its operations alone, and so is the last one of all."""
@@ -76,9 +88,7 @@ def duration_lines(problem: Problem, name: str, seconds_left: float, minor: bool
     for column, each, node in form.priced_columns(name):
         weights = WEIGHT_GRADIENT_SHARE * each.backward if node in delayed and column not in in_chunks else 0.0
         spend(column, each.forward, each.backward - weights, weights)
-    whole = sum(
-        min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in table.strategies.values()
-    )
+    whole = table.least_seconds
     out: list[DurationLine] = []
     for direction in _DIRECTIONS:
         if out and (minor or direction == _INPUTS_ALONE):

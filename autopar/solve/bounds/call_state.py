@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from operator import le
 
 from autopar.cost_models.events.memory_terms import held_bytes
@@ -40,15 +40,11 @@ def least_of(states: Sequence[CallState]) -> CallState:
 def undominated(states: Iterable[CallState]) -> tuple[CallState, ...]:
     """Drop each state than which another one is nowhere larger."""
     kept: list[tuple[float, ...]] = []
-    for numbers in sorted({_numbers(state) for state in states}):
+    for numbers in sorted(set(map(astuple, states))):
         # one that is nowhere larger comes before it in this order
         if not any(all(map(le, other, numbers)) for other in kept):
             kept.append(numbers)
     return tuple(CallState(*numbers) for numbers in kept)
-
-
-def _numbers(state: CallState) -> tuple[float, ...]:
-    return tuple(getattr(state, each.name) for each in fields(CallState))
 
 
 def own_parameters(problem: Problem, kind: CallKind) -> list[Parameter]:

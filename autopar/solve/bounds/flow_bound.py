@@ -22,11 +22,7 @@ def operation_bound(problem: Problem) -> float:
 
 
 def _block_seconds(problem: Problem, name: str) -> float:
-    fastest = (
-        min(strategy.seconds.forward + strategy.seconds.backward for strategy in strategies)
-        for strategies in problem.blocks[name].strategies.values()
-    )
-    return problem.micro_batches * problem.graph.count(name) * sum(fastest)
+    return problem.micro_batches * problem.graph.count(name) * problem.blocks[name].least_seconds
 
 
 def has_many_blocks(problem: Problem) -> bool:

@@ -65,7 +65,8 @@ def memory_bound(
     for each in blocks:
         relaxation.add_block(each)
     relaxation.add_flow_bounds(flow, shape)
-    relaxation.add_memory()
+    # state + (1 + fragmentation) * sum S * bytes <= budget
+    relaxation.model.row(relaxation.memory, -INFINITY, 1.0)
     outcome = solve(relaxation.model, relaxed=True)
     if outcome.status is Status.INFEASIBLE:
         return INFINITY
@@ -161,8 +162,3 @@ class _MemoryRelaxation:
             # t >= flow[weight] + weight x (wait + sum r * seconds + beside compute) + (1 - weight) x communication
             terms: Terms = total((weight, self.recompute), (weight, self.beside_compute), (1 - weight, self.communication))
             model.at_least(self.t, terms, seconds / self.unit + weight * wait)
-
-    def add_memory(self) -> None:
-        """Add the memory budget."""
-        # state + (1 + fragmentation) * sum S * bytes <= budget
-        self.model.row(self.memory, -INFINITY, 1.0)

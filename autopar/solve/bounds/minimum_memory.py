@@ -9,14 +9,13 @@ fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
-from autopar.ir.plan import Candidate
 from autopar.rules.registry import Registry
 from autopar.schedules.named_schedules import INTERLEAVED
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
@@ -25,9 +24,9 @@ from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.ilp.solver import most_nodes, solve
-from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points
+from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, least_memory_points
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
@@ -37,27 +36,7 @@ from autopar.solve.space.problem_tables import ProblemTables
 _MESHES = 4
 """Meshes that are solved, with one model axis at most (two where the second is forced)."""
 
-
-OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry], MeshSolution | None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
-
-    candidate: Candidate
-    evaluation: Evaluation
-    graph: Graph | None = None
-
-    @property
-    def shortage_bytes(self) -> int:
-        """The bytes that a device lacks for the plan, 0 where it fits."""
-        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
-
-    def __str__(self) -> str:
-        plan, pipeline = self.candidate, self.candidate.pipeline
-        of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
-        return str(GridPoint(plan.mesh, plan.micro_batches, plan.zero_group, *of_pipeline))
+OfPipelines = Callable[[Graph, Cluster, SearchOptions, Registry], PricedPlan | None]
 
 
 class MinimumMemory:
@@ -69,25 +48,25 @@ class MinimumMemory:
         self.registry, self.left, self.of_pipelines = registry, most_solved, of_pipelines
         self._placed: dict[tuple[str, int], BlockPlacements | None] = {}
 
-    def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> MemoryPlan | None:
+    def fitting_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions, exact: bool = True) -> PricedPlan | None:
         """Return some plan that fits, or None."""
         plan = self.fixed_plan(graph, cluster, options)
         if (plan is None or plan.shortage_bytes) and exact and self.left > 0:
             plan = self.solved_plan(graph, cluster, options)
         return plan if plan is not None and not plan.shortage_bytes else None
 
-    def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def fixed_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         """The fixed configuration with the least peak memory; None where forced degrees or pins exclude them all."""
         if options.pins or {"tp2", EXPERT_AXIS} & set(options.force):
             return None
-        best: MemoryPlan | None = None
+        best: PricedPlan | None = None
         for configuration in self._configurations(graph, cluster, options):
             placed = self._place(graph, configuration)
             if placed is None:
                 continue
             try:
                 candidate = fixed_candidate(graph, cluster, configuration, placed, self.registry)
-                plan = MemoryPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
+                plan = PricedPlan(candidate, evaluate(graph, candidate, cluster, options.optimizer))
             except PlanError:  # too few layers or micro-batches for the pipeline
                 continue
             if best is None or plan.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
@@ -123,7 +102,7 @@ class MinimumMemory:
                 self._placed[key] = None
         return self._placed[key]
 
-    def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def solved_plan(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         """The least excess by the joint ILP, over the meshes until a plan fits or time ends. None where there is no mesh. Stages
         of pipelines are no one problem: they are partitioned for least memory."""
         if forced_stages(options) > 1:
@@ -134,8 +113,9 @@ class MinimumMemory:
         except AutoparError:
             return None
         tables = ProblemTables(graph, cluster, options, self.registry)
-        best: MemoryPlan | None = None
-        for point in _least_memory_points(points, options):
+        best: PricedPlan | None = None
+        wide = bool({"tp2", EXPERT_AXIS} & set(options.force))
+        for point in least_memory_points(each for each in points if wide or len(each.mesh.axes) <= 2)[:_MESHES]:
             if self.left <= 0 or (best is not None and not best.shortage_bytes):
                 break
             if tables.refusal(point.mesh):
@@ -145,16 +125,13 @@ class MinimumMemory:
                 best = plan
         return best
 
-    def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> MemoryPlan | None:
+    def _pipeline(self, graph: Graph, cluster: Cluster, options: SearchOptions) -> PricedPlan | None:
         if self.of_pipelines is None or options.pins:
             return None
         self.left -= 1
-        solution = self.of_pipelines(graph, cluster, options, self.registry)
-        if solution is None or solution.candidate is None or solution.evaluation is None:
-            return None
-        return MemoryPlan(solution.candidate, solution.evaluation, solution.graph)
+        return self.of_pipelines(graph, cluster, options, self.registry)
 
-    def _least_excess(self, tables: ProblemTables, point: GridPoint) -> MemoryPlan | None:
+    def _least_excess(self, tables: ProblemTables, point: GridPoint) -> PricedPlan | None:
         problem = tables.problem(point)
         form = formulate(problem, recompute=True)
         add_memory_constraint(form, minimise_excess=True)
@@ -163,20 +140,7 @@ class MinimumMemory:
         if not outcome.values:
             return None
         candidate = decode(form, outcome.values)
-        return MemoryPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
-
-
-def _least_memory_points(points: tuple[GridPoint, ...], options: SearchOptions) -> list[GridPoint]:
-    """Return per mesh the point with the smallest micro-batches and the widest state group, few axes first."""
-    least: dict[object, GridPoint] = {}
-    for point in points:
-        if len(point.mesh.axes) > 2 and not {"tp2", EXPERT_AXIS} & set(options.force):
-            continue
-        other = least.setdefault(point.mesh, point)
-        group = point.zero_group or point.mesh.size_of(DATA_AXIS), point.micro_batches
-        if group > (other.zero_group or other.mesh.size_of(DATA_AXIS), other.micro_batches):
-            least[point.mesh] = point
-    return list(least.values())[:_MESHES]
+        return PricedPlan(candidate, evaluate(tables.graph, candidate, tables.cluster, problem.optimizer))
 
 
 def without_forced(options: SearchOptions, *names: str) -> SearchOptions:

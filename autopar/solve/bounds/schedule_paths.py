@@ -227,10 +227,10 @@ class _Paths:
         rest, end = self._rest(), self.stage_of[0]
         for phase in range(virtual):
             chunks = range(phase * stages, (phase + 1) * stages)
-            for along, path_of in (("F", self._forwards_on), ("B", self._backwards_on), ("FB", self._all_on)):
-                counts = [each for each in map(path_of, chunks) if each is not None]
+            for ways in ((FORWARD, FORWARD), (BACKWARD, BACKWARD), (FORWARD, BACKWARD)):
+                counts = [each for chunk in chunks if (each := self._on(chunk, *ways)) is not None]
                 if counts:
-                    yield _Path(sum(counts) / len(counts) + rest, end, along, phase)
+                    yield _Path(sum(counts) / len(counts) + rest, end, "".join(ways), phase)
 
     def _stay(self, rank: int, first: int, last: int) -> Any:
         """All actions of a rank from one cell to another."""
@@ -258,28 +258,21 @@ class _Paths:
         rank = self.stage_of[0]
         return self._stay(rank, self._backward(0, self.last) + 1, len(self.schedule.ranks[rank]) - 1)
 
-    def _forwards_on(self, chunk: int) -> Any | None:
-        cells = self._forward(chunk, 0), self._forward(chunk, self.last)
-        if cells[0] > cells[1]:
+    def _on(self, chunk: int, begin: str, end: str) -> Any | None:
+        """The path that stays on a chunk from its first forward or backward (`begin`) to its last one (`end`); None where these
+        come in the other order."""
+        forth, back = begin == FORWARD, end == BACKWARD
+        first = self._forward(chunk, 0) if forth else self._backward(chunk, 0)
+        last = self._backward(chunk, self.last) if back else self._forward(chunk, self.last)
+        if first > last:
             return None
         many = len(self.stage_of)
-        there = self._part(self.forwards[0], 0, chunk) + self._stay(self.stage_of[chunk], *cells)
-        return there + self._part(self.forwards[1], chunk + 1, many) + self.backwards[1]
-
-    def _backwards_on(self, chunk: int) -> Any | None:
-        cells = self._backward(chunk, 0), self._backward(chunk, self.last)
-        if cells[0] > cells[1]:
-            return None
-        many = len(self.stage_of)
-        there = self.forwards[0] + self._part(self.backwards[0], chunk + 1, many) + self._stay(self.stage_of[chunk], *cells)
-        return there + self._part(self.backwards[1], 0, chunk)
-
-    def _all_on(self, chunk: int) -> Any | None:
-        cells = self._forward(chunk, 0), self._backward(chunk, self.last)
-        if cells[0] > cells[1]:
-            return None
-        there = self._part(self.forwards[0], 0, chunk) + self._stay(self.stage_of[chunk], *cells)
-        return there + self._part(self.backwards[1], 0, chunk)
+        there = self._part(self.forwards[0], 0, chunk if forth else many) + self._stay(self.stage_of[chunk], first, last)
+        if not forth:
+            there = there + self._part(self.backwards[0], chunk + 1, many)
+        if not back:
+            there = there + self._part(self.forwards[1], chunk + 1, many)
+        return there + self._part(self.backwards[1], 0, chunk if back else many)
 
 
 def _slots(actions: Sequence[Action]) -> list[tuple[int, ...]]:

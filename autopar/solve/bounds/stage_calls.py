@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from autopar.cost_models.events.state_transfers import Edge, Transfer, step_transfers
 from autopar.cost_models.hardware.overlap import Overlap
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine
+from autopar.solve.bounds.call_lines import CallLines, DurationLine
 from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer
 
@@ -20,16 +20,12 @@ Linear = tuple[dict[int, float], float]
 @dataclass(frozen=True, slots=True)
 class BlockCalls:
     """All calls of one block in the model: how many, and what each takes. `place`: 0 where the first chunk has all of them, -1
-    where the last one has; None where any may. `working_bytes`: of a backward, beside what is saved. `traded`: seconds beyond
-    those of the first line, with recomputation, against bytes that are saved."""
+    where the last one has; None where any may."""
 
     count: int
     place: int | None
-    durations: tuple[DurationLine, ...]
-    saved: tuple[SavedLine, ...]
+    lines: CallLines
     states: tuple[CallState, ...]
-    working_bytes: float = 0.0
-    traded: tuple[SavedLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class ClassCalls:
         """Return the terms that durations by a line have to exceed; `state`: seconds of sharded calls beside the accumulation."""
         terms: dict[int, float] = {}
         for block, count in self.counts.items():
-            each = self.calls[block].durations[line]
+            each = self.calls[block].lines.durations[line]
             terms[count] = each.least_seconds / self.unit
             beyond = self.longer.get(block) if line == 0 else None
             terms[self.saved[block][0] if beyond is None else beyond] = each.inputs

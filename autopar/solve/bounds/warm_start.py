@@ -11,15 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.problem.forced_axes import forced_axes
-from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
@@ -38,10 +36,10 @@ class WarmStart:
     def fastest_fitting(self, point: GridPoint) -> MeshSolution | None:
         """The fastest of its plans that fit, or None. Its status is FEASIBLE: it has no lower bound."""
         problem = self.tables.problem(point)
-        frontier = self._frontier(point, problem)
+        frontier = self._frontier(point)
         if frontier is None:
             return None
-        best: tuple[Evaluation, Candidate] | None = None
+        best: PricedPlan | None = None
         zeros = sorted(problem.zeros if point.mesh.size_of(DATA_AXIS) > 1 else (0,), reverse=True)
         for number in range(len(frontier.options)):
             fitting = False
@@ -51,27 +49,15 @@ class WarmStart:
                 if not priced.fits:
                     break
                 fitting = True
-                if best is None or priced.step_seconds < best[0].step_seconds:
-                    best = priced, candidate
+                if best is None or priced.step_seconds < best.evaluation.step_seconds:
+                    best = PricedPlan(candidate, priced)
             if fitting:
                 break  # options that save less are slower
-        if best is None:
-            return None
-        return MeshSolution(
-            mesh=point.mesh,
-            status=Status.FEASIBLE,
-            bound_seconds=0.0,
-            objective_seconds=best[0].step_seconds,
-            candidate=best[1],
-            evaluation=best[0],
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
-        )
+        return best.solution() if best is not None else None
 
-    def _frontier(self, point: GridPoint, problem: Problem) -> MemoryFrontier | None:
+    def _frontier(self, point: GridPoint) -> MemoryFrontier | None:
         """Return the frontier of the point's model axes and micro-batch: the data degree changes no price but that of state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        key = point.mesh.axes[1:], problem.batch // data, data > 1
+        key = point.mesh.axes[1:], point.examples(self.graph.batch), point.mesh.size_of(DATA_AXIS) > 1
         if key not in self._frontiers:
             axes = forced_axes(point.mesh, self.options.force)
             self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left(), axes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from heapq import nlargest
 
 from autopar.cost_models.step.block_memory import backward_working_bytes
-from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Node
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -37,8 +36,3 @@ def _least_input_gradients(problem: Problem, table: BlockTable) -> float:
         if value.differentiable and number is not None:
             out += min(table.costs.value_bytes(value.name, at) for at in problem.placements[number])
     return out
-
-
-def batch_bytes(problem: Problem) -> float:
-    """The batch of a step, as the user passes it."""
-    return user_held_bytes(problem.graph, problem.batch * problem.micro_batches, problem.mesh)

@@ -22,6 +22,7 @@ from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 from autopar.solve.space.force import check_recompute
+from autopar.solve.space.grid import GridPoint
 
 
 def fixed_candidate(
@@ -75,13 +76,11 @@ def price_configuration(graph: Graph, cluster: Cluster, fixed: FixedConfiguratio
     evaluation = evaluate(graph, candidate, cluster, fixed.optimizer)
     status = Status.OPTIMAL if evaluation.fits else Status.INFEASIBLE
     solution = MeshSolution(
-        candidate.mesh,
+        GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group),
         status=status,
         bound_seconds=evaluation.step_seconds if evaluation.fits else inf,
         candidate=candidate,
         evaluation=evaluation,
-        micro_batches=candidate.micro_batches,
-        zero_group=candidate.zero_group,
     )
     return PlanResult(
         graph=graph,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.cost_models.events.memory_terms import STATE_FIELDS
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
 from autopar.solve.ilp.linear_model import LinearModel, Terms
 from autopar.solve.problem.boundary import CallKind, Slot
@@ -25,40 +26,27 @@ Expression = dict[int, float]
 """A linear expression under construction: coefficient per column."""
 
 
+_STATE_TERMS = (
+    *("gather_first", "gather_backward", "reduce_last", "reduce_each", "accumulate", "optimizer_streaming", "optimizer_launches"),
+    *("parameters", "optimizer", *STATE_FIELDS),
+)
+
+
 @dataclass(slots=True)
 class StateTerms:
-    """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u.
+    """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u by name.
 
     Seconds: the fields of `StateCommunication` of the same names; accumulate: added to each backward. optimizer_streaming,
     optimizer_launches: the update of the local shard.
-
     Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant.
     """
 
-    gather_first: Expression = field(default_factory=dict)
-    gather_backward: Expression = field(default_factory=dict)
-    reduce_last: Expression = field(default_factory=dict)
-    reduce_each: Expression = field(default_factory=dict)
-    accumulate: Expression = field(default_factory=dict)
-    optimizer_streaming: Expression = field(default_factory=dict)
-    optimizer_launches: Expression = field(default_factory=dict)
-    parameters: Expression = field(default_factory=dict)
-    gradients: Expression = field(default_factory=dict)
-    optimizer: Expression = field(default_factory=dict)
-    gathered_persistent: Expression = field(default_factory=dict)
-    gathered_transient: Expression = field(default_factory=dict)
-    unsharded_gradients: Expression = field(default_factory=dict)
-    freed_reduce_buffer: Expression = field(default_factory=dict)
-    overlapped_reduce_buffer: Expression = field(default_factory=dict)
-    persistent_gradients: Expression = field(default_factory=dict)
-    gradients_in_place: Expression = field(default_factory=dict)
-    accumulated: Expression = field(default_factory=dict)
+    expressions: dict[str, Expression] = field(default_factory=lambda: {name: {} for name in _STATE_TERMS})
     buffer_bytes: float = 0.0
 
-    @property
-    def gather_each(self) -> Expression:
-        """A later forward gathers what a backward does."""
-        return self.gather_backward
+    def __getitem__(self, name: str) -> Expression:
+        # a later forward gathers what a backward does
+        return self.expressions["gather_backward" if name == "gather_each" else name]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.cost_models.events.memory_terms import CALL_FIELDS, EventTerms, Of, Term, step_events
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
-from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.solve.ilp.block_memory import BlockMemoryTerms, add_block_memory
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
@@ -60,8 +59,7 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
     boundary, states, byte, problem = form.problem.boundary, form.states, form.byte_unit, form.problem
     device, calls = problem.cluster.device, _CallTerms(form, memory)
     share = 1 / (1 + fragmentation(device))
-    inputs = user_held_bytes(problem.graph, problem.micro_batches * problem.batch, problem.mesh)
-    constant = share * (inputs / byte + sum(calls.counts[key] * state.buffer_bytes for key, state in states.items()))
+    constant = share * (problem.batch_bytes / byte + sum(calls.counts[key] * state.buffer_bytes for key, state in states.items()))
     parameters = calls.every("parameters")
     fixed = total((share, parameters), (share, calls.every("optimizer")))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
@@ -88,7 +86,7 @@ class _CallTerms:
 
     def every(self, field: str) -> Expression:
         """Return the sum of a field of all state."""
-        return total(*((float(self.counts[key]), getattr(state, field)) for key, state in self.states.items()))
+        return total(*((float(self.counts[key]), state[field]) for key, state in self.states.items()))
 
     def rows(self, event: EventTerms, index: int) -> Iterator[Expression]:
         """Yield what is there at an event of a call, with each of the terms of which the largest counts."""
@@ -121,7 +119,7 @@ class _CallTerms:
             counted = Counter(self.form.problem.boundary.kind_counts)
         else:
             counted = Counter(kinds[_CALLS[of](index)])
-        return total(*((float(count), getattr(self.states[key], field)) for key, count in counted.items()))
+        return total(*((float(count), self.states[key][field]) for key, count in counted.items()))
 
 
 _CALLS: Mapping[Of, Callable[[int], slice]] = {

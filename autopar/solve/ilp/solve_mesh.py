@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.plan import Candidate
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
@@ -17,7 +17,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
-from autopar.solve.problem.forced_axes import why_disobeyed
+from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 
@@ -37,7 +37,7 @@ class MeshSolution:
     infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
     `graph` is that of the candidate, where its blocks differ by pipeline stage."""
 
-    mesh: Mesh
+    point: GridPoint
     status: Status = Status.TIMEOUT
     bound_seconds: float = 0.0
     objective_seconds: float = inf
@@ -49,24 +49,10 @@ class MeshSolution:
     warnings: list[str] = field(default_factory=list)
     refusal: str = ""
     reason: str = ""
-    micro_batches: int = 1
-    zero_group: int = 0
-    stages: int = 1
-    virtual: int = 1
-    schedule: str = ""
     graph: Graph | None = None
 
     def __str__(self) -> str:
-        return str(
-            GridPoint(
-                mesh=self.mesh,
-                micro_batches=self.micro_batches,
-                zero_group=self.zero_group,
-                stages=self.stages,
-                virtual=self.virtual,
-                schedule=self.schedule,
-            )
-        )
+        return str(self.point)
 
     @property
     def solved(self) -> bool:
@@ -89,6 +75,38 @@ class MeshSolution:
     @property
     def peak_memory_bytes(self) -> int | None:
         return self.evaluation.peak_memory_bytes if self.evaluation is not None and self.solved else None
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPlan:
+    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+
+    candidate: Candidate
+    evaluation: Evaluation
+    graph: Graph | None = None
+
+    def __str__(self) -> str:
+        return str(GridPoint.of(self.candidate))
+
+    @property
+    def shortage_bytes(self) -> int:
+        """The bytes that a device lacks for the plan, 0 where it fits."""
+        return max(0, self.evaluation.peak_memory_bytes - self.evaluation.memory_budget_bytes)
+
+    def obeys(self, force: Collection[str]) -> bool:
+        """Return whether no forced axis repeats more FLOPs than it may."""
+        return all(share <= MOST_REDUNDANT for axis, share in self.evaluation.redundant_share if axis in force)
+
+    def solution(self) -> MeshSolution:
+        """Return the plan, which fits, as all that is known of its point of the grid."""
+        return MeshSolution(
+            GridPoint.of(self.candidate),
+            status=Status.FEASIBLE,
+            objective_seconds=self.evaluation.step_seconds,
+            candidate=self.candidate,
+            evaluation=self.evaluation,
+            graph=self.graph,
+        )
 
 
 @dataclass(slots=True)
@@ -217,7 +235,7 @@ class MeshSolver:
         result.objective_seconds = min(seconds, max(least, result.evaluation.step_seconds))
         ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
-            result.warnings.append(f"{result.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
+            result.warnings.append(f"{result.point.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
 
     def _price(self, candidate: Candidate) -> Evaluation:
         return evaluate(self.graph, candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs)

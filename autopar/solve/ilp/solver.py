@@ -207,7 +207,8 @@ class _Branching:
         if mixed is None:
             if not self.best.values:
                 self._dive(out, root.values)
-            self.closed.append(root.objective if self.best.values else self._solve_fully(out, root.objective))
+            # with all binaries, where those of the relaxation give no solution
+            self.closed.append(root.objective if self.best.values else max(root.objective, self._solve_wholly(out).bound))
             return
         for index, chosen in enumerate(mixed):
             if self.upper[chosen] > 0 and chosen not in out:
@@ -228,10 +229,6 @@ class _Branching:
     def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
         """Look for a solution with the relaxation's choice in every branching group, over all other binaries."""
         self._solve_wholly({*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)})
-
-    def _solve_fully(self, out: frozenset[int], bound: float) -> float:
-        """Solve with all binaries, where those of the relaxation give no solution, and return the bound of the node."""
-        return max(bound, self._solve_wholly(out).bound)
 
     def _solve_wholly(self, out: Iterable[int]) -> Outcome:
         outcome = self._solve(out, False)

@@ -222,22 +222,22 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
         extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
         gathers, reductions = costs.state_price_bends(zero, problem.precision, optimizer_named(problem.optimizer))
-        terms.seconds(out.gather_first, prices.gather_forward, elements, extremes, gathers)
-        terms.seconds(out.gather_backward, prices.gather_backward, elements, extremes, gathers)
-        terms.seconds(out.reduce_last, prices.reduce, trained, trained_extremes, reductions)
+        terms.seconds(out["gather_first"], prices.gather_forward, elements, extremes, gathers)
+        terms.seconds(out["gather_backward"], prices.gather_backward, elements, extremes, gathers)
+        terms.seconds(out["reduce_last"], prices.reduce, trained, trained_extremes, reductions)
         if problem.micro_batches > 1:
             if zero >= 2:
-                terms.seconds(out.reduce_each, prices.reduce, trained, trained_extremes, reductions)
-            terms.seconds(out.accumulate, prices.accumulate, trained, trained_extremes)
-        terms.seconds(out.optimizer_streaming, prices.optimizer_step, trained, trained_extremes)
+                terms.seconds(out["reduce_each"], prices.reduce, trained, trained_extremes, reductions)
+            terms.seconds(out["accumulate"], prices.accumulate, trained, trained_extremes)
+        terms.seconds(out["optimizer_streaming"], prices.optimizer_step, trained, trained_extremes)
         if trained_extremes[1]:
-            add(out.optimizer_launches, {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
+            add(out["optimizer_launches"], {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
         memory = prices.cost(1.0, 1.0, len(parameters)).memory
-        terms.bytes(out.parameters, elements, memory.parameters)
-        terms.bytes(out.optimizer, trained, memory.optimizer)
+        terms.bytes(out["parameters"], elements, memory.parameters)
+        terms.bytes(out["optimizer"], trained, memory.optimizer)
         for field in STATE_FIELDS:
             of = elements if field.startswith("gathered") else trained
-            terms.bytes(getattr(out, field), of, getattr(memory, field))
+            terms.bytes(out[field], of, getattr(memory, field))
     return out
 
 

@@ -84,10 +84,10 @@ def add_step_seconds(form: Formulation) -> None:
         model.at_least(forward, total((1.0, later.transfers), (1.0, backward.left)))
         model.minimise(total((others, {forward: 1.0}), (others, backward.seconds)))
     for key, state in form.states.items():
-        if state.optimizer_streaming:
+        if state["optimizer_streaming"]:
             # optimizer = streaming of the local shard + launches (of a CPU)
             count = float(boundary.kind_counts[key] if key is not None else 1)
-            model.minimise(total((count, state.optimizer_streaming), (count, state.optimizer_launches)))
+            model.minimise(total((count, state["optimizer_streaming"]), (count, state["optimizer_launches"])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ def _play(form: Formulation, one: PassTransfers) -> _PassTerms:
     equal = Counter((kind, tuple(around[index + 1 + step] for step in steps), index == ends) for index, kind in enumerate(kinds))
     for (kind, neighbours, last), count in equal.items():
         main, shared = columns[kind.block]
-        beside = [(each, getattr(states[key], each.field)) for each, key in zip(one.transfers, neighbours, strict=True) if key]
+        beside = [(each, states[key][each.field]) for each, key in zip(one.transfers, neighbours, strict=True) if key]
         busy: Terms = {main: 1.0}
         if one.reduction is not None:
             # gradients of shared parameters are complete when the first call's backward ends
-            accumulated = root.accumulate if root is not None and last else {}
-            busy = total((1.0, busy), (1.0, states[kind].accumulate), (1.0, accumulated))
+            accumulated = root["accumulate"] if root is not None and last else {}
+            busy = total((1.0, busy), (1.0, states[kind]["accumulate"]), (1.0, accumulated))
         overlapped = total(*((float(each.overlaps), terms) for each, terms in beside))
         seconds += [(float(count) * (not each.overlaps), terms) for each, terms in beside]
         seconds.append((float(count), _call_seconds(form, busy, overlapped, shared)))
@@ -129,7 +129,7 @@ def _play(form: Formulation, one: PassTransfers) -> _PassTerms:
         edges += [(one.reduction, root, one.root_reduction)] if one.reduction is not None else []
     for transfer, state, field in edges:
         if transfer.edge is not Edge.ABSENT:
-            (left if transfer.edge is Edge.LEFT else seconds).append((1.0, getattr(state, field)))
+            (left if transfer.edge is Edge.LEFT else seconds).append((1.0, state[field]))
     return _PassTerms(total(*seconds), total(*transfers), total(*left))
 
 

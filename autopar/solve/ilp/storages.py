@@ -13,7 +13,7 @@ from autopar.ir.plan import Conversion
 from autopar.rules.conversions import axis_conversion
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import Terms
-from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.boundary import Slot, block_slots
 from autopar.solve.problem.problem import BlockTable
 
 
@@ -37,18 +37,10 @@ def _shares_storage(table: BlockTable, value: str, source: Placements, target: P
 
 def boundary_values(form: Formulation, table: BlockTable) -> Iterator[tuple[Slot, str, Placements, Terms]]:
     """Yield placed values between blocks, with the variables of the boundary there; inputs last, so that they name a storage."""
-    block, boundary = table.block, form.problem.boundary
-    sides = (
-        ("out", block.outputs),
-        ("in", tuple(value.name for value in block.inputs)),
-        ("param", tuple(parameter.value.name for parameter in block.parameters)),
-    )
-    for side, names in sides:
-        for index, name in enumerate(names):
-            slot = Slot(block.name, side, index)  # type: ignore[arg-type]
-            number = boundary.classes[slot]
-            for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
-                yield slot, name, at, {w: 1.0}
+    for slot, name in sorted(block_slots(table.block), key=lambda pair: pair[0].side != "out"):
+        number = form.problem.boundary.classes[slot]
+        for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
+            yield slot, name, at, {w: 1.0}
 
 
 def recomputable_nodes(block: Block) -> frozenset[str]:

@@ -63,8 +63,8 @@ class MeshSearch:
         counts = sorted({each.point.micro_batches for each in state.points if each.point.mesh == mesh} or {1})
         for zero in (0, 3):
             for count in counts:
-                solution = MeshSolution(mesh, micro_batches=count)
-                problem = state.tables.problem(GridPoint(mesh, count), (zero,))
+                solution = MeshSolution(GridPoint(mesh, count))
+                problem = state.tables.problem(solution.point, (zero,))
                 state.solver(problem, solution).solve_without_memory(state.seconds_left())
                 if solution.solved:
                     state.offer(solution)

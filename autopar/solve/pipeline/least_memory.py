@@ -8,20 +8,17 @@ and all ZeRO stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.rules.registry import Registry
-from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.pipeline.stage_search import StageSearch
-from autopar.solve.problem.forced_axes import MOST_REDUNDANT
 from autopar.solve.search_state import SearchState
-from autopar.solve.space.grid import GridPoint
+from autopar.solve.space.grid import GridPoint, least_memory_points
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
 
@@ -31,7 +28,7 @@ _MOST_MESHES = 6
 
 def least_memory_pipeline(
     graph: Graph, cluster: Cluster, options: SearchOptions, registry: Registry
-) -> MeshSolution | None:  # fmt: skip
+) -> PricedPlan | None:  # fmt: skip
     """Return the pipeline with the least peak memory by the evaluator, or the first that fits; None where there is none."""
     try:
         everything = replace(options, batch=0, registry=registry, time_limit_seconds=inf)
@@ -39,46 +36,25 @@ def least_memory_pipeline(
         state.list_points()
     except AutoparError:
         return None
-    best: MeshSolution | None = None
+    best: PricedPlan | None = None
     search = StageSearch(state.pipeline_graph, cluster, state.options, state.pipeline_tables, state.seconds_left)
-    for point in _least_memory_points(each.point for each in state.pipeline_points):
-        if best is not None and best.solved:
+    points = least_memory_points(each.point for each in state.pipeline_points)
+    for point in sorted(points, key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]:
+        if best is not None and best.evaluation.fits:
             break
         try:
-            solution = _least(search, point)
+            plan = _least(search, point)
         except AutoparError:
             continue
-        if solution is not None and _obeys(solution, options) and (best is None or _peak(solution) < _peak(best)):
-            best = solution
+        if plan is None or not plan.obeys(options.force):
+            continue
+        if best is None or plan.evaluation.peak_memory_bytes < best.evaluation.peak_memory_bytes:
+            best = plan
     return best
 
 
-def _least(stages: StageSearch, point: GridPoint) -> MeshSolution | None:
+def _least(stages: StageSearch, point: GridPoint) -> PricedPlan | None:
     options = stages.options
     schedules = schedule_options(stages.graph, point, options.force, options.schedule)
     option = min(schedules, key=lambda each: (each.in_flight, each.virtual), default=None)
     return stages.solve_with_least_memory(point, option) if option is not None else None
-
-
-def _least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
-    """Return per stages and mesh the point with the smallest micro-batches and the widest state group."""
-    points_by_mesh: dict[tuple[Mesh, int], GridPoint] = {}
-    for point in points:
-        other = points_by_mesh.setdefault((point.mesh, point.stages), point)
-        if _size(point) > _size(other):
-            points_by_mesh[point.mesh, point.stages] = point
-    return sorted(points_by_mesh.values(), key=lambda each: (each.stages, len(each.mesh.axes)))[:_MOST_MESHES]
-
-
-def _size(point: GridPoint) -> tuple[int, int]:
-    return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
-
-
-def _obeys(solution: MeshSolution, options: SearchOptions) -> bool:
-    shares = solution.evaluation.redundant_share if solution.evaluation is not None else ()
-    return all(share <= MOST_REDUNDANT for axis, share in shares if axis in options.force)
-
-
-def _peak(solution: MeshSolution) -> float:
-    assert solution.evaluation is not None
-    return solution.evaluation.peak_memory_bytes

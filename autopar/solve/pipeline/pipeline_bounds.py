@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.errors import PlanError
-from autopar.ir.mesh import DATA_AXIS, Axis
+from autopar.ir.mesh import Axis
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.pipeline.stage_program import ScheduleDetail
@@ -88,7 +88,7 @@ class PipelineBounds:
         """Bound points whose stages have the same model axes by the least of what is known of micro-batches at least as large;
         where nothing is, the tables of the largest one."""
         state = self.state
-        largest = max((each.point for each in members), key=lambda point: (self._examples(point), point.stages))
+        largest = max((each.point for each in members), key=lambda point: (point.examples(self.graph.batch), point.stages))
         axes, most = self.family(largest)
         known = [seconds for (of, examples), seconds in state.facts.pipeline_seconds.items() if of == axes and examples >= most]
         bound = max(known, default=0.0)
@@ -100,13 +100,9 @@ class PipelineBounds:
         for each in members:
             each.raise_bound(bound)
 
-    def _examples(self, point: GridPoint) -> int:
-        """Return the examples of one micro-batch on one data rank."""
-        return self.graph.batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
-
     def family(self, point: GridPoint) -> tuple[tuple[Axis, ...], int]:
         """Return what points of one relaxation have in common."""
-        return point.mesh.axes[1:], self._examples(point)
+        return point.mesh.axes[1:], point.examples(self.graph.batch)
 
     # -- one point
 

@@ -52,7 +52,7 @@ class _Ranking:
         self.beyond: dict[GridPoint, float] = {}
         self.ratios = BoundRatios(search.graph.batch)
         self.ratios_hold = cluster_for_bounds(search.cluster) == search.cluster
-        order = sorted(self.points, key=lambda each: (self.seconds[each], -self.ratios.examples(each)))
+        order = sorted(self.points, key=lambda each: (self.seconds[each], -each.examples(search.graph.batch)))
         self.schedules = {point: bounds.schedules(point) for point in order}
         if not any(self.schedules.values()):
             for point in sorted(order, key=lambda each: -each.micro_batches)[:1]:
@@ -151,19 +151,15 @@ class BoundRatios:
         self._batch = batch
         self._known: dict[object, list[tuple[int, ScheduleOption, float]]] = {}
 
-    def examples(self, point: GridPoint) -> int:
-        """Return the examples of one micro-batch on one data rank."""
-        return self._batch // point.micro_batches // point.mesh.size_of(DATA_AXIS)
-
     def least(self, point: GridPoint, option: ScheduleOption) -> float:
         """Return the ratio that larger micro-batches showed of this schedule, or of any."""
-        known = [each for each in self._known.get(self._key(point), ()) if each[0] >= self.examples(point)]
+        known = [each for each in self._known.get(self._key(point), ()) if each[0] >= point.examples(self._batch)]
         same = [ratio for _, of, ratio in known if (of.schedule, of.virtual) == (option.schedule, option.virtual)]
         return max(1.0, max(same, default=0.0) or min((ratio for *_, ratio in known), default=1.0))
 
     def learn(self, point: GridPoint, ratios: Mapping[ScheduleOption, float]) -> None:
         """Note that the schedules of `point` take so many times what its bound with their bubble says."""
-        self._known.setdefault(self._key(point), []).extend((self.examples(point), *each) for each in ratios.items())
+        self._known.setdefault(self._key(point), []).extend((point.examples(self._batch), *each) for each in ratios.items())
 
     @staticmethod
     def _key(point: GridPoint) -> object:

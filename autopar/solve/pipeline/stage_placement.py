@@ -53,7 +53,6 @@ class StagePlacement:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
         self._frontiers: dict[object, MemoryFrontier | None] = {}
         self._traced: dict[object, TracedOptions] = {}
-        self._traced_split: dict[object, TracedOptions] = {}
         self.refusal = ""
 
     def place(self, point: GridPoint, fastest: bool = False, split_backward: bool = False) -> PlacedPoint | None:
@@ -77,8 +76,7 @@ class StagePlacement:
     def family(self, point: GridPoint) -> object:
         """Return the model axes and micro-batch per data rank, of which points share their placements: the data degree changes
         only the price of the state."""
-        data = point.mesh.size_of(DATA_AXIS)
-        return point.mesh.axes[1:], self.graph.batch // point.micro_batches // data, data > 1
+        return point.mesh.axes[1:], point.examples(self.graph.batch), point.mesh.size_of(DATA_AXIS) > 1
 
     def knows(self, point: GridPoint) -> bool:
         """Return whether the fastest placement of its family was looked for."""
@@ -137,14 +135,12 @@ class StagePlacement:
 
     def _traced_options(self, point: GridPoint, frontier: MemoryFrontier, fastest: bool, split_backward: bool) -> TracedOptions:
         """Return the traces that the points of a family share."""
-        key = self.family(point), fastest
-        if key not in self._traced:
+        key = self.family(point), fastest, split_backward
+        if key not in self._traced and split_backward:
+            self._traced[key] = self._traced_options(point, frontier, fastest, False).under_split_backward(self.graph)
+        elif key not in self._traced:
             self._traced[key] = TracedOptions.of(self.graph, frontier.options, frontier.problem.batch_costs)
-        if not split_backward:
-            return self._traced[key]
-        if key not in self._traced_split:
-            self._traced_split[key] = self._traced[key].under_split_backward(self.graph)
-        return self._traced_split[key]
+        return self._traced[key]
 
     def _problem(self, point: GridPoint) -> Problem:
         return self.tables.problem(replace(point, zero_group=0), (0,), stage_cluster(self.cluster, point.stages))

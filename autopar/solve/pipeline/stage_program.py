@@ -52,14 +52,9 @@ def schedule_bound(
     its clock is looked at as finely as can be."""
     if limits.usable_bytes <= 0:
         return INFINITY
-    if detail is ScheduleDetail.CLOCK and not has_clock(stages, option, micro_batches):
+    if detail is ScheduleDetail.CLOCK and 2 * stages * option.virtual * micro_batches > _MAX_CLOCKED:
         detail = ScheduleDetail.FINE
     return _Program((stages, option.virtual, option.schedule, micro_batches), calls, limits, detail).solve()
-
-
-def has_clock(stages: int, option: ScheduleOption, micro_batches: int) -> bool:
-    """Return whether a schedule is short enough for a program with all of its actions."""
-    return 2 * stages * option.virtual * micro_batches <= _MAX_CLOCKED
 
 
 class _Program:
@@ -73,7 +68,7 @@ class _Program:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
         stages, _, _, micro_batches = key
         self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[detail])
-        self.unit = sum(each.count * each.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
+        self.unit = sum(each.count * each.lines.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
         self.sends = limits.between_chunks(self.shape.stage_of)
         model, classes = self.model, self.shape.classes
         self.t = model.variable()
@@ -109,13 +104,13 @@ class _Program:
                 model.row([(count, -1.0), *((column, 1.0) for column in sharded)], 0.0, 0.0)
                 again, saved = model.variable(), model.variable()
                 parts.counts[block], parts.sharded[block], parts.saved[block] = count, sharded, (again, saved)
-                for line in each.saved:
+                for line in each.lines.saved:
                     self._trade(line, again, saved, count)
-                if each.traded:
+                if each.lines.traded:
                     parts.longer[block] = longer = model.variable()
                     # seconds beyond the fastest calls >= recomputation
                     model.row([(longer, 1.0), (again, -1.0)], 0.0, INFINITY)
-                    for line in each.traded:
+                    for line in each.lines.traded:
                         self._trade(line, longer, saved, count)
             # sum over classes = calls of the model
             model.row(dealt, float(each.count), float(each.count))
@@ -140,7 +135,7 @@ class _Program:
         # a chunk waits for the gathers that begin its passes; the reduction of its first call runs beside its next forward
         waits = [self._positive(part.at_edge(each, Edge.EXPOSED)) for each in (gather, again)]
         left = self._positive(part.at_edge(reduction, Edge.LEFT))
-        for line, direction in enumerate(self.calls[0].durations):
+        for line, direction in enumerate(self.calls[0].lines.durations):
             computed = part.computed(line)
             waited = dict(zip(waits, (direction.forward, direction.inputs), strict=True))
             for longer, inner_passes in _passes(columns, direction):
@@ -186,8 +181,9 @@ class _Program:
             has = {block: columns[place] for block, columns in counts.items()}
             model.row(dict.fromkeys(has.values(), 1.0), 1.0, INFINITY)
             sends = self.limits.overlap.contention * self._on_data_links(chunk) / self.unit
-            for line, direction in enumerate(self.calls[0].durations):
-                terms = {column: self.calls[block].durations[line].least_seconds / self.unit for block, column in has.items()}
+            for line, direction in enumerate(self.calls[0].lines.durations):
+                least = {block: self.calls[block].lines.durations[line].least_seconds for block in has}
+                terms = {column: least[block] / self.unit for block, column in has.items()}
                 for longer, inner_passes in _passes(chunks[chunk], direction):
                     self._exceeds(longer, terms, sends * transfers_of(direction, inner_passes))
 
@@ -222,7 +218,7 @@ class _Program:
         left = min((one.reduce_last for each in heads for one in each.states), default=0.0)
         model.row({self.after[group]: float(len(stages)), **optimizer}, len(stages) * left / self.unit, INFINITY)
         # the first backward is that of a call of the last chunk
-        working = min(self.calls[block].working_bytes for block in self.parts[classes_here[-1]].counts)
+        working = min(self.calls[block].lines.working_bytes for block in self.parts[classes_here[-1]].counts)
         for in_flight in self.shape.in_flight[group]:
             saved = {
                 column: self.limits.held * in_flight.get(number, 0)

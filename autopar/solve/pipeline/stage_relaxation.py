@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
+from autopar.solve.bounds.call_lines import CallLines, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import call_states, undominated
 from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.bounds.traded_lines import traded_lines
-from autopar.solve.bounds.working_set import batch_bytes, least_working_bytes
+from autopar.solve.bounds.working_set import least_working_bytes
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
 from autopar.solve.problem.problem import Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
@@ -39,17 +39,6 @@ class CallSeconds:
     def part(self, share: float) -> CallSeconds:
         """Return the seconds of a share of the micro-batch."""
         return CallSeconds(self.forward * share, self.both * share)
-
-
-@dataclass(frozen=True, slots=True)
-class CallLines:
-    """The half-planes of one call for one micro-batch, by linear programs of the block. `traded` of those that matter, None where
-    they were not looked for."""
-
-    durations: tuple[DurationLine, ...]
-    saved: tuple[SavedLine, ...]
-    working_bytes: float
-    traded: tuple[SavedLine, ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +98,14 @@ class StageRelaxation:
             BlockCalls(
                 count=graph.count(name),
                 place=ends.get(name) if graph.count(name) == 1 else None,
-                durations=lines.durations,
-                saved=lines.saved,
-                working_bytes=lines.working_bytes,
-                traded=lines.traded or (),
+                lines=lines,
                 states=undominated(one for each in grouped for one in call_states(each, name, micro_batches).values()),
             )
             for name, lines in self.relaxed.lines.items()
         )
         communicators = min(communicator_count(problem.mesh, point.zero_group, point.stages) for point in points)
         limits = StageLimits(
-            usable_bytes=tensor_budget_bytes(device, communicators) - batch_bytes(problem),
+            usable_bytes=tensor_budget_bytes(device, communicators) - problem.batch_bytes,
             held=1 + fragmentation(device),
             overlap=problem.cluster.overlap,
             transfers=stage_transfers(problem, self.cluster, points[0].stages),
@@ -167,8 +153,6 @@ def _flow_seconds(problem: Problem, stages: int, calls: Mapping[str, CallSeconds
 
 def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSeconds:
     """Return the seconds of one call. `least_seconds`: what is known of one call and one micro-batch."""
-    forward = both = 0.0
-    for strategies in problem.blocks[name].strategies.values():
-        forward += min(each.seconds.forward for each in strategies)
-        both += min(each.seconds.forward + each.seconds.backward for each in strategies)
-    return CallSeconds(forward, max(both, least_seconds))
+    table = problem.blocks[name]
+    forward = sum(min(each.seconds.forward for each in strategies) for strategies in table.strategies.values())
+    return CallSeconds(forward, max(table.least_seconds, least_seconds))

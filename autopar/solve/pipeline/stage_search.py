@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
@@ -21,8 +20,7 @@ from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.pipeline.repeated_values import values_worth_repeating
 from autopar.solve.pipeline.spare_memory import StagePlan, pass_seconds, with_spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
@@ -35,14 +33,6 @@ from autopar.solve.space.problem_tables import ProblemTables
 
 _ATTEMPTS = 3
 """Attempts to partition a pipeline that does not fit by the evaluator, with smaller and smaller memory budgets."""
-
-
-class _PricedPlan(NamedTuple):
-    """A plan of stages with its graph and its price."""
-
-    graph: Graph
-    candidate: Candidate
-    evaluation: Evaluation
 
 
 def _bytes_left(evaluation: Evaluation) -> list[float]:
@@ -58,7 +48,7 @@ class StageSearch:
     ) -> None:
         self.graph, self.cluster, self.options, self.tables, self.seconds_left = graph, cluster, options, tables, seconds_left
         self.placement = StagePlacement(graph, cluster, options, tables, seconds_left)
-        self._ranges: dict[tuple[GridPoint, Device, bool], RangeOptions] = {}
+        self._ranges: dict[tuple[GridPoint, bool], dict[Device, RangeOptions]] = {}
         self._allowed: Matrix | None = None
 
     def placed(self, point: GridPoint, option: ScheduleOption) -> PlacedPoint | None:
@@ -69,15 +59,22 @@ class StageSearch:
         """Return whether blocks may run otherwise than under most schedules: compiled ones whose backward is split."""
         return option.splits_backward and self.cluster.device.fused
 
-    def _in_flight(self, point: GridPoint, option: ScheduleOption) -> tuple[float, ...]:
-        """Return for each chunk, in order, the peak of micro-batches in flight on its stage, on average over its chunks."""
-        pipeline = Pipeline(point.stages, option.virtual, option.schedule)
-        ranks = stage_of_chunks(pipeline)
+    def _chunks(self, point: GridPoint, option: ScheduleOption) -> list[tuple[int, Device, float]]:
+        """Return for each chunk, in order, its stage, the device of that, and the peak of micro-batches in flight there, on
+        average over its chunks."""
+        pipeline, parts = Pipeline(point.stages, option.virtual, option.schedule), stage_clusters(self.cluster, point.stages)
         counts = [
             sum(micro_batches_in_flight(pipeline, stage, point.micro_batches, [1.0] * option.virtual))
             for stage in range(point.stages)
         ]
-        return tuple(counts[rank] / option.virtual for rank in ranks)
+        return [(rank, parts[rank].device, counts[rank] / option.virtual) for rank in stage_of_chunks(pipeline)]
+
+    def _range_options(self, placed: PlacedPoint, option: ScheduleOption) -> dict[Device, RangeOptions]:
+        """Return the options of a point's ranges of calls on each of its devices."""
+        key = placed.point, self.runs_apart(option)
+        if key not in self._ranges:
+            self._ranges[key] = {device: tables.range_options() for device, tables in placed.tables.items()}
+        return self._ranges[key]
 
     def estimate(self, placed: PlacedPoint, option: ScheduleOption, usable_bytes: float | None = None) -> float:
         """Estimate the step in seconds; without the memory constraint for infinite `usable_bytes`."""
@@ -120,22 +117,21 @@ class StageSearch:
                 break
             found = self._priced(placed, option, plan)
             if found.evaluation.fits:
-                found = self._with_spare_memory(placed, option, plan, found, rival_seconds)
-                return self._solution(point, option, found)
+                return self._with_spare_memory(placed, option, plan, found, rival_seconds).solution()
             margin += 1.02 * (found.evaluation.peak_memory_bytes - found.evaluation.memory_budget_bytes)
         return None
 
     def _with_spare_memory(
-        self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: _PricedPlan, rival_seconds: float
-    ) -> _PricedPlan:
+        self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: PricedPlan, rival_seconds: float
+    ) -> PricedPlan:
         """Return the plan with less recomputation in the memory that it leaves free. The tables' estimates of that are corrected
         by what the evaluator says of a plan that uses it."""
         point = placed.point
         tables = [placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)]
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
+        ranks, _, in_flight = zip(*self._chunks(point, option), strict=True)
         spare, before = _bytes_left(found.evaluation), pass_seconds(plan, tables, ranks)
         for _ in range(_ATTEMPTS):
-            more = with_spare_bytes(plan, tables, ranks, self._in_flight(point, option), spare)
+            more = with_spare_bytes(plan, tables, ranks, in_flight, spare)
             gain = max(old - new for old, new in zip(before, pass_seconds(more, tables, ranks), strict=True))
             if not gain or found.evaluation.step_seconds - point.micro_batches * gain >= rival_seconds:
                 return found
@@ -145,62 +141,34 @@ class StageSearch:
             spare = [each + 1.05 * min(0.0, left) for each, left in zip(spare, _bytes_left(other.evaluation), strict=True)]
         return found
 
-    def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> MeshSolution | None:
+    def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> PricedPlan | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
         where it cannot be placed or partitioned."""
         placed = self.placed(point, option)
         if placed is None:
             return None
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
-        devices = [part.device for part in stage_clusters(self.cluster, point.stages)]
-        every = {device: tables.range_options() for device, tables in placed.tables.items()}
-        chunks = [
-            (every[devices[rank]], count, self._usable_bytes(point, devices[rank]))
-            for rank, count in zip(ranks, self._in_flight(point, option), strict=True)
-        ]
-        spare = spare_bytes(chunks, self._allowed_ranges(), option.virtual)
+        every, chunks = self._range_options(placed, option), self._chunks(point, option)
+        ranges = [(every[device], count, self._usable_bytes(point, device)) for _, device, count in chunks]
+        spare = spare_bytes(ranges, self._allowed_ranges(), option.virtual)
         plan = self._partition(placed, option, spare - 1) if spare is not None else None
-        return None if plan is None else self._solution(point, option, self._priced(placed, option, plan))
-
-    def _solution(self, point: GridPoint, option: ScheduleOption, found: _PricedPlan) -> MeshSolution:
-        graph, candidate, evaluation = found
-        return MeshSolution(
-            mesh=point.mesh,
-            status=Status.FEASIBLE if evaluation.fits else Status.INFEASIBLE,
-            bound_seconds=0.0,
-            objective_seconds=evaluation.step_seconds,
-            candidate=candidate,
-            evaluation=evaluation,
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
-            stages=point.stages,
-            virtual=option.virtual,
-            schedule=option.schedule,
-            graph=graph,
-        )
+        return None if plan is None else self._priced(placed, option, plan)
 
     def _partition(self, placed: PlacedPoint, option: ScheduleOption, margin_bytes: float) -> StagePlan | None:
         """Return the best partition for the memory budget of the devices without `margin_bytes`. None where none fits."""
-        point, split = placed.point, self.runs_apart(option)
-        for device, tables in placed.tables.items():
-            if (point, device, split) not in self._ranges:
-                self._ranges[point, device, split] = tables.range_options()
-        ranks = stage_of_chunks(Pipeline(point.stages, option.virtual, option.schedule))
-        parts = stage_clusters(self.cluster, point.stages)
-        keys = [(parts[rank].device, count) for rank, count in zip(ranks, self._in_flight(point, option), strict=True)]
+        point, every, chunks = placed.point, self._range_options(placed, option), self._chunks(placed.point, option)
         options_by_stage = {
             (device, count): best_ranges(
-                self._ranges[point, device, split],
+                every[device],
                 count,
                 self._usable_bytes(point, device) - margin_bytes,
                 self._allowed_ranges(),
                 option.virtual,
             )
-            for device, count in set(keys)
+            for device, count in {(device, count) for _, device, count in chunks}
         }
-        each = [options_by_stage[key] for key in keys]
+        each = [options_by_stage[device, count] for _, device, count in chunks]
+        ranks = [rank for rank, _, _ in chunks]
         each = [each[0], *(self._with_sends(placed, one, *pair) for one, pair in zip(each[1:], pairwise(ranks), strict=True))]
-        ranges = self._ranges[point, keys[0][0], split]
         # a stage computes all of its chunks
         cut = best_partition(
             [one.load_seconds * option.virtual for one in each], [one.pass_seconds for one in each], option.bubble_passes
@@ -208,13 +176,13 @@ class StageSearch:
         if cut is None:
             return None
         choices = [
-            ranges.names[int(one.choice[first, end])]
+            every[chunks[0][1]].names[int(one.choice[first, end])]
             for one, (first, end) in zip(each, pairwise(cut.edges), strict=True)
             for _ in range(first, end)
         ]
         return StagePlan(cut.edges, tuple(choices))
 
-    def _priced(self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan) -> _PricedPlan:
+    def _priced(self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan) -> PricedPlan:
         """Return the plan with a block for each distinct plan of a call, and its price."""
         point, known_costs = placed.point, placed.costs.get(self.cluster.device, {})
         plans = [
@@ -238,7 +206,7 @@ class StageSearch:
         candidate = replace(candidate, pipeline=replace(pipeline, repeated=repeated))
         verify_candidate(graph, candidate, self.cluster.size)
         costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
-        return _PricedPlan(graph, candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs))
+        return PricedPlan(candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs), graph)
 
     def _with_sends(self, placed: PlacedPoint, ranges: BestRanges, before: int, rank: int) -> BestRanges:
         """Return the ranges of a chunk on stage `rank` that follows one on stage `before`, with their sends."""

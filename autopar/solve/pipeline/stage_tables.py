@@ -167,17 +167,10 @@ class StageTables:
     def range_options(self) -> RangeOptions:
         """Return the costs of all ranges of calls."""
         rows = [self._row(number, calls) for (number, _), calls in zip(self.names, self.calls, strict=True)]
-        load, pass_seconds, state, running, saved = (numpy.stack([row[index] for row in rows]) for index in range(5))
-        return RangeOptions(
-            names=self.names,
-            load_seconds=load,
-            pass_seconds=pass_seconds,
-            state_bytes=state,
-            running_bytes=running,
-            saved_bytes=saved,
-        )
+        return RangeOptions(self.names, *map(numpy.stack, zip(*rows, strict=True)))
 
     def _row(self, number: int, per_block: Mapping[str, CallCost]) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
+        """Return the matrices of `RangeOptions` under one choice, in its order."""
         calls = [per_block[call.block] for call in self.graph.calls]
         columns = [list(column) for column in zip(*calls, strict=True)]
         pass_seconds, backward, reduced, update, state = (_ranges(column) for column in columns[:5])

@@ -8,6 +8,7 @@ write one graph value (or one original parameter) form an equivalence class, a *
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,6 +35,17 @@ class CallKind:
 
     block: str
     own: tuple[bool, ...]
+
+
+def block_slots(block: Block) -> Iterator[tuple[Slot, str]]:
+    """Yield each slot of a block with the name of its value there."""
+    sides: tuple[tuple[Side, list[str]], ...] = (
+        ("in", [value.name for value in block.inputs]),
+        ("out", list(block.outputs)),
+        ("param", [parameter.value.name for parameter in block.parameters]),
+    )
+    for side, names in sides:
+        yield from ((Slot(block.name, side, index), name) for index, name in enumerate(names))
 
 
 class BlockBoundaries:
@@ -70,12 +82,7 @@ class BlockBoundaries:
 
     def slots(self) -> list[Slot]:
         """Every slot of every block that is called."""
-        out: list[Slot] = []
-        for block in self.blocks.values():
-            out += [Slot(block.name, "in", index) for index in range(len(block.inputs))]
-            out += [Slot(block.name, "out", index) for index in range(len(block.outputs))]
-            out += [Slot(block.name, "param", index) for index in range(len(block.parameters))]
-        return out
+        return [slot for block in self.blocks.values() for slot, _ in block_slots(block)]
 
     def class_of(self, name: str, parameter: bool = False) -> int | None:
         """The class of a graph value or an original parameter name; None where no call reads or writes it."""

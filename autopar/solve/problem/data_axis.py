@@ -19,7 +19,7 @@ from autopar.rules.conversions import COLLECTIVES, axis_conversion
 from autopar.rules.expand import block_strategies
 from autopar.rules.registry import Registry
 from autopar.rules.strategy import AxisStrategy
-from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.boundary import BlockBoundaries, Slot, block_slots
 
 _LOCAL = 0.01
 """Cost of a local copy, relative to a collective on as many bytes."""
@@ -55,7 +55,7 @@ class AxisStrategies:
     def on_data_axis(self, size: int) -> DataAxisPlacements:
         """Return the placements on a data axis of this size, which many meshes have."""
         if size not in self._propagated:
-            self._propagated[size] = propagate_data_axis(self.graph, self.boundary, size, self.registry, self)
+            self._propagated[size] = propagate_data_axis(self.graph, size, self)
         return self._propagated[size]
 
     def of(self, block: Block, size: int, axis: str) -> dict[str, tuple[AxisStrategy, ...]]:
@@ -70,12 +70,11 @@ class AxisStrategies:
         return self._known[key]
 
 
-def propagate_data_axis(
-    graph: Graph, boundary: BlockBoundaries, size: int, registry: Registry, strategies: AxisStrategies | None = None
-) -> DataAxisPlacements:
+def propagate_data_axis(graph: Graph, size: int, strategies: AxisStrategies) -> DataAxisPlacements:
     """Propagate placements by walking the calls once. A distinct block is decided at its first call; its other calls agree
     through their boundary classes."""
     classes: dict[int, Placement] = {}
+    boundary = strategies.boundary
     loss = boundary.class_of(graph.loss)
     assert loss is not None
     classes[loss] = Replicate() if graph.forward_only else Invariant()
@@ -86,7 +85,6 @@ def propagate_data_axis(
     for slot, number in boundary.classes.items():
         if slot.side == "param":
             classes[number] = Replicate()
-    axis_strategies = strategies or AxisStrategies(graph, registry)
     chosen: dict[tuple[str, str], AxisStrategy] = {}
     seen: set[str] = set()
     for call in graph.calls:
@@ -94,12 +92,8 @@ def propagate_data_axis(
             continue
         seen.add(call.block)
         block = boundary.blocks[call.block]
-        start = {
-            value.name: classes[boundary.classes[Slot(block.name, side, index)]]  # type: ignore[arg-type]
-            for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
-            for index, value in enumerate(values)
-        }
-        options = axis_strategies.of(block, size, DATA_AXIS)
+        start = {name: classes[boundary.classes[slot]] for slot, name in block_slots(block) if slot.side != "out"}
+        options = strategies.of(block, size, DATA_AXIS)
         walk = _Walk(block, size, graph, start)
         for node in block.nodes:
             chosen[block.name, node.name] = walk.choose(node, options[node.name])

@@ -14,6 +14,7 @@ from autopar.ir import dims
 from autopar.ir.graph import Block, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import BlockPlan, Candidate
+from autopar.solve.problem.pins import operation_text
 from autopar.solve.problem.problem import NodeStrategy, Problem
 
 REDUNDANT_SHARE = 0.0133
@@ -159,5 +160,4 @@ def _product_text(problem: Problem, key: Key) -> str:
     values = block.values()
     sizes = [dims.shape_at(values[name].shape, problem.batch) for name in node.operands()]
     shapes = " x ".join(str(list(size)) for size in sizes if len(size) > 1) or str([list(size) for size in sizes])
-    place = f"{node.module} of {block.name}" if node.module else block.name
-    return f"{node.op.removesuffix('.default')} {shapes} at {place}" + (f" ({node.source})" if node.source else "")
+    return operation_text(block, node, shapes)

@@ -176,10 +176,11 @@ def why_impossible(
     return f"constrain {' and '.join(texts)}: {maker} can have each of them on {mesh}, but not together"
 
 
-def operation_text(block: Block, node: Node) -> str:
-    """``aten.linear at mlp.up of Layer (net.py:12)``."""
+def operation_text(block: Block, node: Node, shapes: str = "") -> str:
+    """``aten.linear at mlp.up of Layer (net.py:12)``, with its `shapes` after the name."""
     place = f"{node.module} of {block.name}" if node.module else block.name
-    return f"{node.op.removesuffix('.default')} at {place}" + (f" ({node.source})" if node.source else "")
+    what = " ".join(filter(None, (node.op.removesuffix(".default"), shapes)))
+    return f"{what} at {place}" + (f" ({node.source})" if node.source else "")
 
 
 # -- in a plan

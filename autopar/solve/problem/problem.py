@@ -13,6 +13,7 @@ from autopar.cost_models.compute.operations import work_shards
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import shares_data_links
 from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.placement import Placements
@@ -21,6 +22,7 @@ from autopar.operations.losses import runs_in_chunks
 from autopar.rules.registry import Registry
 from autopar.solve.problem.boundary import BlockBoundaries
 from autopar.solve.problem.conversion_graph import ConversionGraph
+from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.problem.structure import BlockStructure, LazyTable, Structure, structure_of
 
 
@@ -80,6 +82,12 @@ class BlockTable:
         profiles = (self.costs.profile(node.name) for node in self.block.nodes)
         return sum(profile.forward_flops + profile.backward_flops for profile in profiles)
 
+    @property
+    def least_seconds(self) -> float:
+        """One call of one micro-batch, forward and backward, with the fastest strategy of every operation."""
+        every = self.strategies.values()
+        return sum(min(each.seconds.forward + each.seconds.backward for each in strategies) for strategies in every)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -104,13 +112,18 @@ class Problem:
         """The price tables for `evaluate`."""
         return {name: table.costs for name, table in self.blocks.items()}
 
+    @property
+    def batch_bytes(self) -> float:
+        """The batch of a step, as the user passes it."""
+        return user_held_bytes(self.graph, self.batch * self.micro_batches, self.mesh)
+
 
 def build_problem(
     graph: Graph, mesh: Mesh, cluster: Cluster, precision: Precision, optimizer: str, registry: Registry,
     zeros: Collection[int] = (0, 1, 2, 3), *, micro_batches: int = 1,
 ) -> Problem:  # fmt: skip
     """All tables for `graph`, whose batch is that of a micro-batch, on `mesh`."""
-    structure = structure_of(graph, mesh, registry)
+    structure = structure_of(graph, mesh, AxisStrategies(graph, registry))
     return price_structure(structure, graph, cluster, precision, optimizer, zeros=zeros, micro_batches=micro_batches)
 
 

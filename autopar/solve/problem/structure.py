@@ -15,8 +15,7 @@ from autopar.ir.placement import Invariant, Placement, Placements, Replicate, Sh
 from autopar.ir.plan import NodePlan
 from autopar.rules.expand import combine_axes
 from autopar.rules.loss_chunks import with_chunks
-from autopar.rules.registry import Registry
-from autopar.solve.problem.boundary import BlockBoundaries, Slot
+from autopar.solve.problem.boundary import BlockBoundaries, Slot, block_slots
 from autopar.solve.problem.conversion_graph import ConversionGraph, conversion_graph
 from autopar.solve.problem.data_axis import AxisStrategies, DataAxisPlacements, propagate_data_axis
 from autopar.solve.problem.pins import Pin, Pins, operation_text, why_impossible, why_no_axis
@@ -82,22 +81,14 @@ class Structure:
 
 
 def structure_of(
-    graph: Graph,
-    mesh: Mesh,
-    registry: Registry,
-    pins: Pins | None = None,
-    strategies: AxisStrategies | None = None,
-    stored: Stored | None = None,
-    placed: Placed | None = None,
+    graph: Graph, mesh: Mesh, strategies: AxisStrategies, pins: Pins | None = None, fixed: FixedPlacements | None = None
 ) -> Structure:
     """Return the structure, the same for all batches where the batch is symbolic; placements on the data axis are chosen for the
     graph's own batch.
 
-    `strategies`: those of the graph, shared between its meshes. `stored`: placements of parameters that are given; `placed`:
-    those of inputs and results.
+    `strategies`: those of the graph, shared between its meshes.
     """
-    fixed = FixedPlacements(stored or {}, placed or {})
-    return _Builder(graph, mesh, pins or {}, strategies or AxisStrategies(graph, registry), fixed).structure()
+    return _Builder(graph, mesh, pins or {}, strategies, fixed or FixedPlacements({}, {})).structure()
 
 
 class FixedPlacements(NamedTuple):
@@ -134,7 +125,7 @@ class _Builder:
         size = self.mesh.sizes[self.data]
         if strategies.graph is self.graph:
             return strategies.on_data_axis(size)
-        return propagate_data_axis(self.graph, self.boundary, size, strategies.registry, strategies)
+        return propagate_data_axis(self.graph, size, strategies)
 
     def structure(self) -> Structure:
         blocks = {name: self._block(block) for name, block in self.boundary.blocks.items()}
@@ -271,13 +262,8 @@ class _Builder:
         values, plans = block.values(), self.plans[block.name]
         consumers = _consumers(block, plans)
         at: dict[str, list[Slot]] = {}
-        for side, names in (
-            ("in", [value.name for value in block.inputs]),
-            ("param", [parameter.value.name for parameter in block.parameters]),
-            ("out", block.outputs),
-        ):
-            for index, name in enumerate(names):
-                at.setdefault(name, []).append(Slot(block.name, side, index))  # type: ignore[arg-type]
+        for slot, name in block_slots(block):
+            at.setdefault(name, []).append(slot)
 
         def graph_of(name: str) -> ConversionGraph:
             produced, needed = (dict.fromkeys(side) for side in self.ends[block.name][name])

@@ -6,13 +6,14 @@ schedule. The mesh is that of one pipeline stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
+from autopar.ir.plan import Candidate
 from autopar.operations.experts import indivisible_experts
 from autopar.operations.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
@@ -34,6 +35,16 @@ class GridPoint:
     stages: int = 1
     virtual: int = 1
     schedule: str = ""
+
+    @staticmethod
+    def of(candidate: Candidate) -> GridPoint:
+        pipeline = candidate.pipeline
+        of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
+        return GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group, *of_pipeline)
+
+    def examples(self, batch: int) -> int:
+        """Return the examples of one micro-batch on one data rank."""
+        return batch // self.micro_batches // self.mesh.size_of(DATA_AXIS)
 
     def __str__(self) -> str:
         if self.stages > 1:
@@ -81,6 +92,19 @@ def grid_points(
     if not out:
         raise ClusterError(f"{GROUP}={force[GROUP]} divides no data degree of these meshes: force a divisor")
     return tuple(out)
+
+
+def least_memory_points(points: Iterable[GridPoint]) -> list[GridPoint]:
+    """Return per stages and mesh the point with the smallest micro-batches and the widest state group."""
+
+    def order(point: GridPoint) -> tuple[int, int]:
+        return point.micro_batches, point.zero_group or point.mesh.size_of(DATA_AXIS)
+
+    least: dict[tuple[Mesh, int], GridPoint] = {}
+    for point in points:
+        key = point.mesh, point.stages
+        least[key] = max(least.get(key, point), point, key=order)
+    return list(least.values())
 
 
 def dispatches_tokens(graph: Graph, registry: Registry) -> bool:

@@ -79,29 +79,24 @@ def _is_same_in_node(mesh: Mesh, node_size: int) -> bool:
     return inside and sizes[0] < sizes[1]
 
 
-def _factorizations(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:
+def _products(size: int, force: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the degrees of the data axis and two others whose product is `size`."""
     for dp in divisors(size):
-        if dp != force.get(DATA_AXIS, dp):
-            continue
-        rest = size // dp
-        for tp in divisors(rest):
-            tp2 = rest // tp
-            if tp == 1 and tp2 > 1:
-                continue
-            if tp != force.get("tp", tp) or tp2 != force.get("tp2", 1 if "tp" in force else tp2):
-                continue
+        if dp == force.get(DATA_AXIS, dp):
+            yield from ((dp, first, size // dp // first) for first in divisors(size // dp))
+
+
+def _factorizations(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:
+    for dp, tp, tp2 in _products(size, force):
+        wanted = force.get("tp", tp), force.get("tp2", 1 if "tp" in force else tp2)
+        if (tp, tp2) == wanted and not tp == 1 < tp2:
             yield mesh_of(dp, tp, tp2)
 
 
 def _with_experts(size: int, force: Mapping[str, int]) -> Iterator[Mesh]:
-    for dp in divisors(size):
-        if dp != force.get(DATA_AXIS, dp):
-            continue
-        rest = size // dp
-        for ep in divisors(rest):
-            tp = rest // ep
-            wanted_ep = force.get(EXPERT_AXIS, 1 if "tp" in force else ep)
-            wanted_tp = force.get("tp", 1 if EXPERT_AXIS in force else tp)
-            wide = ep > 1 < tp and size > WIDEST_DEVICES and not {EXPERT_AXIS, "tp"} & set(force)
-            if (ep, tp) == (wanted_ep, wanted_tp) and force.get("tp2", 1) == 1 and not wide:
-                yield mesh_of(dp, tp, ep=ep)
+    for dp, ep, tp in _products(size, force):
+        wanted_ep = force.get(EXPERT_AXIS, 1 if "tp" in force else ep)
+        wanted_tp = force.get("tp", 1 if EXPERT_AXIS in force else tp)
+        wide = ep > 1 < tp and size > WIDEST_DEVICES and not {EXPERT_AXIS, "tp"} & set(force)
+        if (ep, tp) == (wanted_ep, wanted_tp) and force.get("tp2", 1) == 1 and not wide:
+            yield mesh_of(dp, tp, ep=ep)

@@ -9,8 +9,8 @@ from autopar.ir.batch_totals import BatchAxisPlacements, batch_totals, why_fixed
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
 from autopar.rules.registry import Registry
-from autopar.solve.problem.boundary import BlockBoundaries, Slot
-from autopar.solve.problem.data_axis import propagate_data_axis
+from autopar.solve.problem.boundary import block_slots
+from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.space.meshes import divisors
 
 MICRO = "micro"
@@ -21,19 +21,16 @@ def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
     """Say in a sentence what forces one micro-batch; empty where any number gives the loss and gradients of the batch."""
     if not graph.batch_is_symbolic:
         return why_fixed(graph)
-    boundary = BlockBoundaries(graph)
-    data_axis = propagate_data_axis(graph, boundary, 2, registry)
+    strategies = AxisStrategies(graph, registry)
+    boundary, data_axis = strategies.boundary, strategies.on_data_axis(2)
 
     def along(block: Block) -> BatchAxisPlacements:
         chosen = {node.name: data_axis.strategies[block.name, node.name] for node in block.nodes}
-        produced = {
-            value.name: data_axis.classes[boundary.classes[Slot(block.name, side, index)]]  # type: ignore[arg-type]
-            for side, values in (("in", block.inputs), ("param", tuple(p.value for p in block.parameters)))
-            for index, value in enumerate(values)
-        }
+        places = [(slot, name, data_axis.classes[boundary.classes[slot]]) for slot, name in block_slots(block)]
+        produced = {name: at for slot, name, at in places if slot.side != "out"}
         for node in block.nodes:
             produced |= {value.name: at for value, at in zip(node.outputs, chosen[node.name].results, strict=True)}
-        ends = tuple(data_axis.classes[boundary.classes[Slot(block.name, "out", index)]] for index in range(len(block.outputs)))
+        ends = tuple(at for slot, _, at in places if slot.side == "out")
         return BatchAxisPlacements(produced, {name: strategy.operands for name, strategy in chosen.items()}, ends)
 
     try:

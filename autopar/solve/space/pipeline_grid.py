@@ -65,11 +65,6 @@ def pipeline_asked(force: Mapping[str, int], schedule: str) -> bool:
     return pipeline_forced(force) or bool(schedule) or force.get("virtual", 1) > 1
 
 
-def pipeline_excluded(force: Mapping[str, int]) -> bool:
-    """Return whether no pipeline is allowed."""
-    return force.get("pp", 2) == 1
-
-
 def force_without_pipeline(force: Mapping[str, int]) -> dict[str, int]:
     """The forced degrees of one pipeline stage."""
     return {name: value for name, value in force.items() if name not in PIPELINE_FORCES}
@@ -85,7 +80,7 @@ def pipeline_points(
     graph: Graph, cluster: Cluster, force: Mapping[str, int], registry: Registry, schedule: str = ""
 ) -> Iterator[GridPoint]:
     """Yield every point, those with few stages first. AutoparError where a pipeline is forced that is impossible."""
-    if pipeline_excluded(force):
+    if force.get("pp", 2) == 1:
         return
     if reason := why_one_graph(graph):
         if pipeline_forced(force):

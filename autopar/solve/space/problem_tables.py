@@ -16,7 +16,7 @@ from autopar.rules.registry import Registry
 from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.problem.pins import pins_of, why_no_axis
 from autopar.solve.problem.problem import Problem, price_structure, with_zero_group
-from autopar.solve.problem.structure import Structure, structure_of
+from autopar.solve.problem.structure import FixedPlacements, Structure, structure_of
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 
@@ -46,8 +46,9 @@ class ProblemTables:
         structures = self._structures[_is_wide(mesh)]
         if mesh not in structures:
             options = self.options
-            fixed = self._pins, self._strategies, options.stored, options.placed
-            _remember(structures, mesh, structure_of(self.graph, mesh, self.registry, *fixed), _CACHED[_is_wide(mesh)])
+            fixed = FixedPlacements(options.stored, options.placed)
+            structure = structure_of(self.graph, mesh, self._strategies, self._pins, fixed)
+            _remember(structures, mesh, structure, _CACHED[_is_wide(mesh)])
         return structures[mesh]
 
     def refusal(self, mesh: Mesh) -> str:

@@ -10,11 +10,12 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.judges.sympy_formulas import expression_of, sympy_function
 
 from autopar.cost_models.compute import kernels
 from autopar.cost_models.compute.operations import profile, seconds_and_flops
 from autopar.cost_models.formulas.formula import Formula
-from autopar.cost_models.formulas.registry import formula, formula_names
+from autopar.cost_models.formulas.registry import FORMULAS, formula
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named, optimizer_seconds
 from autopar.cost_models.state.state_group import StateGroup
@@ -24,7 +25,7 @@ from autopar.ir.placement import Invariant
 from autopar.ir.plan import NodePlan, Precision
 from autopar.operations.attention import attention_flops
 
-NAMES = formula_names()
+NAMES = tuple(FORMULAS)
 H100 = Cluster.parse("dgx-h100").device
 SIZES = st.integers(1, 20000)
 
@@ -33,7 +34,7 @@ SIZES = st.integers(1, 20000)
 def test_parameters_are_those_of_the_expression(name: str) -> None:
     """Every parameter is explained and there is no other symbol; most are used (a description of levels may have more)."""
     found = formula(name)
-    symbols = {str(symbol) for symbol in found.expression.free_symbols}
+    symbols = {str(symbol) for symbol in expression_of(found).free_symbols}
     assert symbols <= set(found.names) and len(set(found.names)) == len(found.names)
     assert found.source and found.unit and all(meaning for _, meaning in found.parameters)
 
@@ -43,7 +44,7 @@ def test_parameters_are_those_of_the_expression(name: str) -> None:
 def test_the_plain_function_is_sympys(name: str, random: object) -> None:
     found = formula(name)
     values = {each: random.choice((1, 2, 3.5, 8, 1e-6, 1e9)) for each in found.names}  # type: ignore[attr-defined]
-    expected = found.lambdified(*(values[each] for each in found.names))
+    expected = sympy_function(found)(*(values[each] for each in found.names))
     assert found.value(values) == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
@@ -122,7 +123,7 @@ def test_transcendental_functions_of_a_cpu() -> None:
 
 
 POLICIES = (
-    StatePolicy.zero_paper(),
+    StatePolicy(2, 4, 2, 8, stored_compute=True),  # the ZeRO paper's
     *(StatePolicy.of(Precision("bfloat16", "float32"), optimizer_named(n)) for n in ("adamw", "sgd")),
 )
 
@@ -186,14 +187,12 @@ import sympy
 sympy.lambdify = sympy.sympify = sympy.Symbol = sympy.Max = None
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.compute import kernels
-from autopar.cost_models.formulas import formula as formulas
-from autopar.cost_models.formulas.registry import formula, formula_names
+from autopar.cost_models.formulas.registry import FORMULAS
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 assert collective_seconds("all_reduce", 1e9, AxisLink(8, (Level(Link("a", 8, 1e9, 1e-6), 8),), 1e-6)) > 0
-assert all(each.value(dict.fromkeys(each.names, 2.0)) > -9 for each in map(formula, formula_names()))
+assert all(each.value(dict.fromkeys(each.names, 2.0)) > -9 for each in FORMULAS.values())
 assert kernels.product_seconds(Cluster.parse("dgx-h100").device, "bfloat16", 1, 512, 512, 512) > 0
-assert not formulas._expression.cache_info().currsize and not formulas._lambdified.cache_info().currsize
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -202,6 +201,6 @@ def test_a_derivative_of_a_price() -> None:
     """What the expressions are for beside printing: by how much a second more bandwidth helps."""
     import sympy
 
-    found = formula("all_gather.ring.1").expression
+    found = expression_of(formula("all_gather.ring.1"))
     size, rate, width = (sympy.Symbol(name, positive=True) for name in ("N", "b1", "w1"))
     assert sympy.simplify(sympy.diff(found, rate) + (1 - 1 / width) * size / rate**2) == 0

@@ -67,14 +67,14 @@ def test_no_drawn_plan_is_below_the_bound(kinds: tuple[str, ...]) -> None:
     graph, cluster = small(), measured(CONVEX, *kinds)
     result = search(graph, cluster, SearchOptions(force={"pp": 1} if kinds else {}))
     assert result.evaluation.step_seconds >= result.lower_bound_seconds * (1 - 1e-9)
-    points = {(each.mesh, each.micro_batches, each.zero_group): each for each in result.solutions if each.stages == 1}
+    points = {each.point: each for each in result.solutions if each.point.stages == 1}
     checked = 0
-    for (mesh, parts, group), point in points.items():
+    for at, point in points.items():
         for seed in range(4):
-            zero = seed % 4 if mesh.size_of(DATA_AXIS) > 1 else 0
-            drawn = drawn_candidate(graph, mesh, seed, zero=zero, wild=0.3 * (seed % 2))
+            zero = seed % 4 if at.mesh.size_of(DATA_AXIS) > 1 else 0
+            drawn = drawn_candidate(graph, at.mesh, seed, zero=zero, wild=0.3 * (seed % 2))
             drawn = with_replays(graph, drawn, seed, offload=0.0) if seed > 1 else drawn
-            found = evaluate(graph, replace(drawn, micro_batches=parts, zero_group=group), cluster)
+            found = evaluate(graph, replace(drawn, micro_batches=at.micro_batches, zero_group=at.zero_group), cluster)
             if found.fits:
                 checked += 1
                 assert point.status is not Status.INFEASIBLE
@@ -105,14 +105,15 @@ def test_more_micro_batches_are_found_where_they_are_faster() -> None:
     graph, cluster, options = small(), measured(CONVEX), SearchOptions(force={"dp": 1, "tp": 4, "pp": 1})
     result = search(graph, cluster, options)
     tables, steps = ProblemTables(graph, cluster, options, default_registry()), []
-    for point in result.solutions:
+    for each in result.solutions:
+        point = each.point
         problem = tables.problem(GridPoint(point.mesh, point.micro_batches))
         axes = forced_axes(point.mesh, options.force)
-        attempt = MeshSolver(graph, problem, axes, 1e-6, MeshSolution(point.mesh))
+        attempt = MeshSolver(graph, problem, axes, 1e-6, MeshSolution(point))
         attempt.solve_with_memory(20.0)
         assert attempt.result.evaluation is not None
         steps.append((attempt.result.evaluation.step_seconds, point.micro_batches))
-        assert point.bound_seconds <= steps[-1][0] * (1 + 1e-6)
+        assert each.bound_seconds <= steps[-1][0] * (1 + 1e-6)
     assert min(steps)[1] > 1 and result.evaluation.step_seconds <= min(steps)[0] * 1.001
     assert result.lower_bound_seconds <= min(steps)[0] * (1 + 1e-6)
 
@@ -158,7 +159,8 @@ def test_no_pipeline_is_below_its_bounds() -> None:
     below what is found there."""
     graph, cluster, force = small(64), measured(CONVEX), {"pp": 2, "tp": 2}
     every = search(graph, cluster, SearchOptions(force=force))
-    bounds = {each.micro_batches: each.bound_seconds for each in every.solutions if each.stages == 2 and each.evaluation is None}
+    points = (each for each in every.solutions if each.point.stages == 2 and each.evaluation is None)
+    bounds = {each.point.micro_batches: each.bound_seconds for each in points}
     assert len(bounds) > 1
     for micro_batches, bound in bounds.items():
         found = search(graph, cluster, SearchOptions(force={**force, "micro": graph.batch // micro_batches}))

@@ -17,6 +17,7 @@ from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.problem.problem import build_problem
+from autopar.solve.space.grid import GridPoint
 
 
 def slow_node() -> Cluster:
@@ -49,7 +50,7 @@ def test_a_slow_network(micro_batches: int, tied: bool) -> None:
     relaxation = FlowRelaxation(problem)
     flow = {weight: relaxation.bound(60, weight) for weight in (0.0, 0.5, 1.0)}
     bound = memory_bound(problem, relax_blocks(problem), micro_batches, flow)
-    solution = MeshSolution(problem.mesh)
+    solution = MeshSolution(GridPoint(problem.mesh))
     MeshSolver(graph, problem, (), 1e-7, solution).solve_with_memory(60)
     assert solution.evaluation is not None
     # the reductions and gathers of what calls share count for none in the bound

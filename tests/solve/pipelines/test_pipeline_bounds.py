@@ -24,7 +24,7 @@ from autopar.schedules.clock import ChunkSeconds, ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
 from autopar.solve.bounds.block_relaxation import relax_blocks
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
+from autopar.solve.bounds.call_lines import CallLines, DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
@@ -61,7 +61,7 @@ class Layers:
         directions = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
         lines = tuple(DurationLine(*each, sum(w * part for w, part in zip(each, three, strict=True))) for each in directions)
         saved = (SavedLine(1.0, self.again, self.again),) if place is None else ()
-        return BlockCalls(count, place, lines, saved, (CallState(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
+        return BlockCalls(count, place, CallLines(lines, saved), (CallState(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
     def chunks(self, sizes: Sequence[int], again: Sequence[int]) -> list[ChunkSeconds]:
         """So many layers in each, of which so many are computed again; and the head in the last one."""

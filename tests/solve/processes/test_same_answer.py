@@ -20,6 +20,7 @@ from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.mesh.mesh_bounds import _MeshBound
+from autopar.solve.problem.data_axis import AxisStrategies
 from autopar.solve.problem.structure import structure_of
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
@@ -58,7 +59,7 @@ def test_processes_and_clock_change_nothing(cluster: str, monkeypatch: pytest.Mo
 def test_conversions_do_not_depend_on_who_reads_first() -> None:
     """A process that begins with another block has the same columns in the same order, and so the same last digits."""
     graph, mesh = llama_graph(), Mesh((Axis("dp", 2), Axis("tp", 4)))
-    one, two = (structure_of(graph, mesh, default_registry()) for _ in range(2))
+    one, two = (structure_of(graph, mesh, AxisStrategies(graph, default_registry())) for _ in range(2))
     places = [(name, value) for name, block in one.blocks.items() for value in block.conversions]
     forwards = {(name, value): one.blocks[name].conversions[value] for name, value in places}
     backwards = {(name, value): two.blocks[name].conversions[value] for name, value in reversed(places)}

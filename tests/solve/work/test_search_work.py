@@ -131,7 +131,7 @@ def test_a_relaxation_under_memory_is_the_root_of_the_program(monkeypatch: pytes
         return call(model, name, relaxed, *rest)
 
     monkeypatch.setattr(ilp, "call_solver", counted)
-    alone, relaxed_first = (MeshSolution(problem.mesh) for _ in range(2))
+    alone, relaxed_first = (MeshSolution(GridPoint(problem.mesh)) for _ in range(2))
     MeshSolver(problem.graph, problem, (), 1e-4, alone).solve_with_memory(60.0)
     usual = list(programs)
     solver = MeshSolver(problem.graph, problem, (), 1e-4, relaxed_first)
@@ -145,7 +145,7 @@ def test_a_relaxation_under_memory_is_the_root_of_the_program(monkeypatch: pytes
 def test_a_point_above_the_cutoff_keeps_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
     problem = _problem()
-    solved, cut = (MeshSolution(problem.mesh) for _ in range(2))
+    solved, cut = (MeshSolution(GridPoint(problem.mesh)) for _ in range(2))
     MeshSolver(problem.graph, problem, (), 1e-4, solved).solve_with_memory(60.0)
     assert solved.step_seconds is not None
     MeshSolver(problem.graph, problem, (), 1e-4, cut).solve_with_memory(60.0, cutoff_seconds=0.5 * solved.step_seconds)
@@ -159,10 +159,10 @@ def test_two_model_axes_must_pay_only_beside_plans_of_fewer(best: tuple[int, ...
     cluster, options = Cluster.parse("dgx-h100:8"), SearchOptions(precision=BF16)
     state = SearchState(llama_graph(layers=2, batch=64), cluster, options, lambda line: None)
     found = price_configuration(state.graph, cluster, FixedConfiguration(zero=3, precision=BF16), default_registry()).solutions[0]
-    state.best = replace(found, mesh=mesh_of(*best))
-    point = SearchPoint(GridPoint(mesh_of(16, 2, 2)), MeshSolution(mesh_of(16, 2, 2), bound_seconds=0.99 * state.best_seconds()))
+    state.best = replace(found, point=GridPoint(mesh_of(*best)))
+    point = SearchPoint(MeshSolution(GridPoint(mesh_of(16, 2, 2)), bound_seconds=0.99 * state.best_seconds()))
     assert state.is_pruned(point) == pruned
-    one = SearchPoint(GridPoint(mesh_of(16, 4)), MeshSolution(mesh_of(16, 4), bound_seconds=0.99 * state.best_seconds()))
+    one = SearchPoint(MeshSolution(GridPoint(mesh_of(16, 4)), bound_seconds=0.99 * state.best_seconds()))
     assert not state.is_pruned(one)
 
 
