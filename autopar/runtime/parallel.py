@@ -42,7 +42,7 @@ from .state.offload_optimizer import check_planned_offload, offload_as_planned
 from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
 from .step.compiled_blocks import compile_blocks
-from .step.inputs import LocalBatch
+from .step.inputs import LocalBatch, arguments_by_name
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
 from .step.step_graph import step_graph
@@ -216,9 +216,10 @@ class Parallel(ShardedModule):
 
     # -- batches
 
-    def local_batch(self, **batch: Any) -> LocalBatch:
-        """Mark a batch of which this rank holds its own part: ``parallel(parallel.local_batch(**batch))``."""
-        return LocalBatch(batch, self.program.mesh.dp.size)
+    def local_batch(self, *args: Any, **batch: Any) -> LocalBatch:
+        """Mark a batch of which this rank holds its own part: ``parallel(parallel.local_batch(x, y))``, with the arguments of the
+        model's forward."""
+        return LocalBatch(arguments_by_name(self.program, args, batch), self.program.mesh.dp.size)
 
     @overload
     def sampler(

@@ -21,6 +21,7 @@ from .compat.hooks import (
     boxes_in_checkpoints,
     data_by_values,
     engine_calls,
+    fused_updates,
     masked_writes,
     muon_updates,
     replaced,
@@ -67,6 +68,7 @@ def _patches() -> ExitStack:
         lambda: whole_items(glancing),
         data_by_values,
         masked_writes,
+        fused_updates,
         draw_whole_tensors,
         mix_whole_tensors,
         write_through_views,  # calls the handlers above

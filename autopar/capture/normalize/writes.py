@@ -88,10 +88,15 @@ def filled(flat: FlatGraph) -> FlatGraph:
 
 def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
     """Buffers that are written are copied where their old values are needed afterwards: by a backward (a queue of keys that the
-    loss reads), and by another buffer (``self.before, self.now = self.now, y``). Each new value is the result of an operation
-    (``self.last.copy_(x)``)."""
+    loss reads, a mask that it computes again), and by another buffer (``self.before, self.now = self.now, y``). Each new value is
+    the result of an operation (``self.last.copy_(x)``)."""
     graph = Lookup(flat)
     copies: dict[str, str] = {}
+    reach: set[str] = set()  # what a backward may need
+    for node in reversed(flat.nodes):
+        if any(each.differentiable or each.name in reach for each in node.outputs):
+            reach.update(each.name for each in node.outputs)
+            reach.update(node.operands())
 
     def copied(name: str, module: str) -> list[Node]:
         if name in copies:
@@ -102,7 +107,7 @@ def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
 
     def step(node: Node) -> Rewritten | None:
         old = [name for name in node.operands() if name in graph.written]
-        if not old or not any(each.differentiable for each in node.outputs):
+        if not old or not any(each.name in reach for each in node.outputs):
             return None
         clones = [clone for name in old for clone in copied(name, node.module)]
         return (*clones, rename_operands(node, {name: copies[name] for name in old})), {}

@@ -23,7 +23,7 @@ from autopar.capture.tracing.buffers import assigned_buffers, refuse_shared_buff
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
-from autopar.capture.tracing.data.hints import ListIndices, cumulative_statistics, masks_are_not_read, to_the_same_device
+from autopar.capture.tracing.data.hints import ListIndices, masks_are_not_read, plain_batch_norms, to_the_same_device
 from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
@@ -244,7 +244,7 @@ class _Attempt:
             warnings.simplefilter("ignore")
             for context in (
                 quiet_logs(), custom_functions(self.allowed), flex_as_operations(), masks_are_not_read(), to_the_same_device(),
-                cumulative_statistics(),
+                plain_batch_norms(),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())

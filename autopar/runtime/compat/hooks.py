@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import boxes, operations_of_shards, usual_operation, whole
+from .dtensor import boxes, local_of, operations_of_shards, usual_operation, whole
 
 _Owner = TypeVar("_Owner")
 
@@ -134,6 +135,21 @@ def masked_writes() -> AbstractContextManager[None]:
         return usual_operation(op, args, kwargs)
 
     return shard_operations({torch.ops.aten.index_put_.default: put})
+
+
+def fused_updates() -> AbstractContextManager[None]:
+    """Let DTensor do the fused updates of SGD and Adagrad, each on this rank's part: 2.13.0 has rules for those of Adam alone."""
+
+    def part(tensor: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        return local_of(tensor.redistribute(placements=parameter.placements) if isinstance(tensor, DTensor) else tensor)
+
+    def put(op: Any, args: Any, kwargs: Any) -> Any:
+        # a list is empty where there is no momentum
+        parts = [[part(*both) for both in zip(group, args[0], strict=False)] for group in args]
+        return op(*parts, **tree_map_only(DTensor, DTensor.full_tensor, kwargs))
+
+    names = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+    return shard_operations({getattr(name, overload): put for name in names for overload in name.overloads()})
 
 
 Updates = Iterator[list[DTensor]]

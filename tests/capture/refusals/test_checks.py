@@ -81,7 +81,11 @@ def of_a_distribution(x: Tensor) -> None:
     torch.distributions.Normal(x, x.abs() + 1, validate_args=True).log_prob(x)  # dynamo, once imported, turns the default off
 
 
-CHECKS = (of_a_distribution, raises, several, otherwise, asserts, counts, warned, without_gradients)
+def of_a_loss(x: Tensor) -> None:
+    nn.functional.gaussian_nll_loss(x, x, x.abs() + 1)
+
+
+CHECKS = (of_a_distribution, of_a_loss, raises, several, otherwise, asserts, counts, warned, without_gradients)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -41,6 +41,7 @@ def local_parts(plan: str) -> None:
     expected = reference(**whole)
     expected.backward()
     torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(parallel(parallel.local_batch(*part.values())), expected)
     for name, gradient in full_gradients(parallel).items():
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
 

@@ -89,6 +89,14 @@ def eval_with_batch_norm(plan: str) -> None:
     right_in_eval("batch_norm", plan)
 
 
+@of("batch_norm")
+def synchronized_batch_norm(plan: str) -> None:
+    parallel, reference = parallel_of(nn.SyncBatchNorm.convert_sync_batchnorm(net("batch_norm")), plan), net("batch_norm")
+    equals_one_process(parallel, reference)
+    parallel.eval()
+    torch.testing.assert_close(parallel(**batch()).detach(), reference.eval()(**batch()).detach())
+
+
 def inference_mode(plan: str) -> None:
     """Before the first step, between two, and of a batch of another kind."""
     parallel, reference = parallel_of(net(), plan), net()

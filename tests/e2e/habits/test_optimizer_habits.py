@@ -105,6 +105,8 @@ def other_optimizers(plan: str) -> None:
     same_steps(
         plan,
         lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
+        lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2, fused=True),
+        lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
         lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, centered=True),
         lambda m: torch.optim.Adadelta(m.parameters(), lr=0.1),
     )

@@ -97,9 +97,16 @@ def slice_of_before(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
     return (rest / scale).square() + first.unsqueeze(1)
 
 
+def masked(model: Buffers, x: Tensor, y: Tensor) -> Tensor:
+    """A mask, which a backward may compute again."""
+    result = torch.where(model.now > 0.3, y, -y)
+    model.now = y.detach().mean(0)
+    return result
+
+
 RUNS: dict[str, Callable[[Buffers, Tensor, Tensor], Tensor]] = {
     each.__name__: each
-    for each in (average, shifted, shifted_in_place, exchanged, queue, row, batch_of_before, count, slice_of_before)
+    for each in (average, shifted, shifted_in_place, exchanged, queue, row, batch_of_before, count, slice_of_before, masked)
 }
 
 
@@ -161,6 +168,14 @@ class Shared(nn.Module):
 def test_what_a_program_would_not_write_is_refused(assigns: bool, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(Shared(assigns), (torch.rand(4, 8),), {})
+
+
+def test_a_mask_is_of_the_copy_of_its_buffer() -> None:
+    (block,) = capture(Buffers("masked"), (torch.rand(8, 8),), {}).blocks
+    found = {node.outputs[0].name: node for node in block.nodes}
+    (compare,) = (node for node in block.nodes if node.op.startswith("aten.gt"))
+    copy = found[compare.operands()[0]]
+    assert (copy.op, copy.operands()) == ("aten.clone", ("now",)) and "now" in overwritten_values(block)
 
 
 def test_buffers_may_lie_side_by_side_in_one_memory() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ from autopar.runtime.compat.hooks import replaced
 
 _CHECKS = frozenset(("_assert", "_check", "_check_with", "_check_tensor_all", "_check_tensor_all_with", "_check_value"))
 """Functions of torch that raise where their first argument is false."""
-_DISTRIBUTIONS = "/torch/distributions/"
-"""Torch's own code that asks data in the way of users: whether the parameters of a distribution are valid."""
+_ASKS_DATA = re.compile(r"/torch/(distributions/|nn/functional\.py)")
+"""Torch's own code that asks data in the way of users: whether parameters of a distribution or variances are valid."""
 _TRUTH = frozenset(("all", "any", "bool"))
 """Builtins that take the truth of values, and return it."""
 _WARN = frozenset(("warn", "warning", "warning_once", "warn_once", "print", "info", "debug"))
@@ -106,7 +107,7 @@ def _passing(frame: FrameType | None) -> tuple[str, bool] | None:
     answer = _of_function(frame)
     if answer is not None:
         return answer
-    while frame is not None and _of_torch(frame) and _DISTRIBUTIONS not in frame.f_code.co_filename:
+    while frame is not None and _of_torch(frame) and not _ASKS_DATA.search(frame.f_code.co_filename):
         frame = None if _calls_the_model(frame) else frame.f_back
     user = _user_frame(frame)
     if frame is None or user is None:

@@ -3,15 +3,15 @@ lists of numbers as indices, whose values they would lose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules import transformer
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.compat.hooks import replaced
@@ -41,9 +41,10 @@ def to_the_same_device() -> AbstractContextManager[None]:
     return replaced(nn.Module, "to", to)
 
 
-def cumulative_statistics() -> AbstractContextManager[None]:
+@contextmanager
+def plain_batch_norms() -> Iterator[None]:
     """Batch norm with ``momentum=None`` makes a number of how many batches it saw, for the mean over all of them. Here that
-    stays a tensor."""
+    stays a tensor. And `nn.SyncBatchNorm`, which has collectives of its own, is one like others: its batch is the global one."""
     before = _BatchNorm.forward
 
     def forward(self: _BatchNorm, input: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ def cumulative_statistics() -> AbstractContextManager[None]:
                 running.copy_(running + share * (found - running))
         return batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    return replaced(_BatchNorm, "forward", forward)
+    with replaced(_BatchNorm, "forward", forward), replaced(SyncBatchNorm, "forward", forward):
+        yield
 
 
 class ListIndices(TorchFunctionMode):
