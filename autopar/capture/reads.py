@@ -34,7 +34,8 @@ _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "fun
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
     first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
-    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `states`: tensors."""
+    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `states`:
+    tensors, and whether a list or dictionary in that attribute holds them."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
@@ -43,7 +44,7 @@ class ReadRecord:
     seen: set[tuple[int, str]] = field(default_factory=set)
     reset: set[tuple[int, str]] = field(default_factory=set)
     counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
-    states: dict[tuple[str, str], tuple[tuple[Tensor, ...], str]] = field(default_factory=dict)
+    states: dict[tuple[str, str], tuple[tuple[Tensor, ...], str, bool]] = field(default_factory=dict)
     draws: DrawRecord = field(default_factory=DrawRecord)
 
     @property
@@ -114,7 +115,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
                 record.counters[place] = (value, place_of(sys._getframe(1)))
             tensors = _tensors(value) if counts and id(module) in paths and not is_dynamo_compiling() else ()
             if tensors and module._buffers.get(name) is None:
-                record.states[place] = (tensors, place_of(sys._getframe(1)))
+                record.states[place] = (tensors, place_of(sys._getframe(1)), False)
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:
@@ -145,7 +146,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             yield
     for (module, name), (value, before, line) in contents.items():
         if more := tuple(each for each in _tensors(value) if not any(each is old for old in before)):
-            record.states[paths[module], name] = (more, line)
+            record.states[paths[module], name] = (more, line, True)
 
 
 def _refuse_parameters(module: nn.Module) -> None:

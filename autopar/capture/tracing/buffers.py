@@ -3,6 +3,7 @@ that are no buffers."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -58,18 +59,26 @@ def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:
             )
 
 
-def refuse_states(program: ExportedProgram, states: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str]]) -> None:
+def refuse_states(program: ExportedProgram, states: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str, bool]]) -> None:
     """CaptureError where a tensor that the forward keeps for the next one, in an attribute that is no buffer, depends on the
-    batch (a cache of positions does not). They are the last results of `program`, by (path, name), with the line."""
+    batch (a cache of positions does not); a warning where it is one of a list or dictionary, which the next forward may empty
+    first. They are the last results of `program`, by (path, name), with the line and whether such an object holds them."""
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str) and name in nodes}
     results = list(next(iter(reversed(program.graph.nodes))).args[0])
-    places = [(place, line) for place, (tensors, line) in states.items() for _ in tensors]
-    for ((path, name), line), result in zip(places, results[-len(places) :], strict=True):
-        if _reads_values(result, inputs):
+    places = [(place, line, inside) for place, (tensors, line, inside) in states.items() for _ in tensors]
+    for ((path, name), line, inside), result in zip(places, results[-len(places) :], strict=True):
+        place = f"{path}.{name}".lstrip(".")
+        if _reads_values(result, inputs) and inside:
+            warnings.warn(
+                f"{line}: the forward leaves tensors in {place}, which a program does not: return them, and register a buffer "
+                "for what the next forward reads",
+                stacklevel=2,
+            )
+        elif _reads_values(result, inputs):
             raise CaptureError(
-                f"{line}: the forward keeps {path + '.' if path else ''}{name} for the next one, which a program does not: make "
-                "it a buffer of this shape (register_buffer), or pass it in with the batch and return it"
+                f"{line}: the forward keeps {place} for the next one, which a program does not: make it a buffer of this shape "
+                "(register_buffer), or pass it in with the batch and return it"
             )
 
 

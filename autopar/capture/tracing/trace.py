@@ -127,7 +127,7 @@ class LossOnly(nn.Module):
         self.note(record)
         returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
-        states = [tensor for tensors, _ in record.states.values() for tensor in tensors] if self.with_states else []
+        states = [tensor for tensors, *_ in record.states.values() for tensor in tensors] if self.with_states else []
         return (returned.loss, *returned.outputs.values(), *states) if returned.outputs or states else returned.loss
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:

@@ -275,12 +275,13 @@ def _fill_a_cache(model: Any, x: Tensor) -> Any:
 
 
 def keep_a_tensor(plan: str) -> str:
-    """In an attribute, in one that is None at first, in a dictionary; a cache of positions is none."""
+    """In an attribute, in one that is None at first; in a dictionary it is warned of. A cache of positions is none."""
 
     def compute(model: Any, x: Tensor) -> Any:
         if model.positions is None:
             model.positions = torch.arange(float(x.shape[0])) + torch.zeros_like(x).sum()
-        before = model.hidden[0] if isinstance(model.hidden, list) else model.hidden.get("x") if model.hidden else model.hidden
+        held = model.hidden
+        before = held[0] if isinstance(held, list) else held.get("x") if isinstance(held, dict) else held
         kept = x.mean().detach()
         if isinstance(model.hidden, dict):
             model.hidden["x"] = kept
@@ -288,7 +289,9 @@ def keep_a_tensor(plan: str) -> str:
             model.hidden = [kept] if isinstance(model.hidden, list) else kept
         return model.positions.sum() + (0 if before is None else before)
 
-    for hidden in ({}, [torch.zeros(())], None):
+    warned = warning_of(lambda: start(computing(compute, hidden={}, positions=None)))
+    assert "leaves tensors in hidden" in warned or dist.get_rank()
+    for hidden in ([torch.zeros(())], None):
         said = refusal(lambda hidden=hidden: start(computing(compute, hidden=hidden, positions=None)))
         assert "test_frozen_reads_habits.py:" in said or dist.get_rank()
     equals_one_process(start(computing(_fill_a_cache, positions=None)), computing(_fill_a_cache, positions=None), steps=1)
