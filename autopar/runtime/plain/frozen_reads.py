@@ -220,8 +220,8 @@ class _TensorValue:
         words = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         if tensor.is_meta or type(tensor) is not torch.Tensor:
             return words
-        data = tensor.cpu().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
-        return f"{words} {_digest(bytes(data.tolist()) if tensor.numel() else b'')}"
+        data = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+        return f"{words} {_digest(data)}"
 
 
 def _text(value: Any) -> str:
@@ -237,5 +237,5 @@ def _text(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:30]}... {_digest(text.encode())}"
 
 
-def _digest(data: bytes) -> str:
+def _digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
