@@ -114,6 +114,7 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
                 record.counters[place] = (value, place_of(sys._getframe(1)))
             tensors = _tensors(value) if counts and id(module) in paths and not is_dynamo_compiling() else ()
+            record.states.pop(place, None)  # of what was set before, nothing is left
             if tensors and module._buffers.get(name) is None:
                 record.states[place] = (tensors, place_of(sys._getframe(1)), False)
         put(module, name, value)

@@ -269,9 +269,14 @@ def change_the_loss(plan: str) -> None:
 
 
 def _fill_a_cache(model: Any, x: Tensor) -> Any:
+    """One of positions, which stays, and one of the batch, which goes again."""
     if model.positions is None:
         model.positions = torch.ones_like(x)
-    return model.positions.sum()
+    if model.hidden is None:
+        model.hidden = x.mean()
+    result = model.positions.sum() * model.hidden
+    model.hidden = None
+    return result
 
 
 def keep_a_tensor(plan: str) -> str:
@@ -294,7 +299,8 @@ def keep_a_tensor(plan: str) -> str:
     for hidden in ([torch.zeros(())], None):
         said = refusal(lambda hidden=hidden: start(computing(compute, hidden=hidden, positions=None)))
         assert "test_frozen_reads_habits.py:" in said or dist.get_rank()
-    equals_one_process(start(computing(_fill_a_cache, positions=None)), computing(_fill_a_cache, positions=None), steps=1)
+    caches = {"positions": None, "hidden": None}
+    equals_one_process(start(computing(_fill_a_cache, **caches)), computing(_fill_a_cache, **caches), steps=1)
     return said
 
 
