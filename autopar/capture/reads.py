@@ -113,10 +113,10 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             counts, place = (id(module), name) not in record.reset, (paths.get(id(module), ""), name)
             if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
                 record.counters[place] = (value, place_of(sys._getframe(1)))
-            tensors = _tensors(value) if counts and id(module) in paths and not is_dynamo_compiling() else ()
-            record.states.pop(place, None)  # of what was set before, nothing is left
-            if tensors and module._buffers.get(name) is None:
-                record.states[place] = (tensors, place_of(sys._getframe(1)), False)
+            if id(module) in paths and not is_dynamo_compiling():
+                record.states.pop(place, None)  # of what was set before, nothing is left
+                if counts and (tensors := _tensors(value)) and module._buffers.get(name) is None:
+                    record.states[place] = (tensors, place_of(sys._getframe(1)), False)
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:

@@ -66,20 +66,22 @@ def refuse_states(program: ExportedProgram, states: Mapping[tuple[str, str], tup
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str) and name in nodes}
     results = list(next(iter(reversed(program.graph.nodes))).args[0])
-    places = [(place, line, inside) for place, (tensors, line, inside) in states.items() for _ in tensors]
-    for ((path, name), line, inside), result in zip(places, results[-len(places) :], strict=True):
+    results = results[-sum(len(tensors) for tensors, *_ in states.values()) :]
+    for (path, name), (tensors, line, inside) in states.items():
+        own, results = results[: len(tensors)], results[len(tensors) :]
         place = f"{path}.{name}".lstrip(".")
-        if _reads_values(result, inputs) and inside:
-            warnings.warn(
-                f"{line}: the forward leaves tensors in {place}, which a program does not: return them, and register a buffer "
-                "for what the next forward reads",
-                stacklevel=2,
-            )
-        elif _reads_values(result, inputs):
+        if not any(_reads_values(result, inputs) for result in own):
+            continue
+        if not inside:
             raise CaptureError(
                 f"{line}: the forward keeps {place} for the next one, which a program does not: make it a buffer of this shape "
                 "(register_buffer), or pass it in with the batch and return it"
             )
+        warnings.warn(
+            f"{line}: the forward leaves tensors in {place}, which a program does not: return them, and register a buffer "
+            "for what the next forward reads",
+            stacklevel=2,
+        )
 
 
 def _reads_values(result: Any, inputs: Collection[Node]) -> bool:

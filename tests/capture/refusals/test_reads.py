@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
+from autopar.errors import CaptureError
 from autopar.runtime.plain.frozen_reads import FrozenReads
 
 
@@ -47,3 +49,42 @@ def test_only_what_is_read_is_another_program() -> None:
     assert [place for place, _ in frozen.changed()] == ["settings.width"]
     settings.width = 4.25
     assert frozen.changed() == ()
+
+
+class Stateful(nn.Module):
+    """Keeps a hidden state, and leaves two tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden, self.maps = nn.Linear(4, 4), torch.zeros(4), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.hidden
+        self.hidden = y.detach().mean(0)
+        return y
+
+
+class Forgetful(nn.Module):
+    """A loss with an attribute of the same name as the model's."""
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        self.hidden = None
+        return (y - target).square().mean()
+
+
+class Recorder(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.maps.extend((y.detach(), 2 * y.detach()))
+        return y.square().mean()
+
+
+def test_a_loss_takes_no_state_of_the_model_away() -> None:
+    with pytest.raises(CaptureError, match=r"test_reads.py:\d+.* keeps hidden for the next one"):
+        capture(Stateful(), (torch.rand(4, 4), torch.rand(4, 4)), loss_fn=Forgetful())
+
+
+def test_a_list_is_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match=r"test_reads.py:\d+.* leaves tensors in maps") as said:
+        capture(Recorder(), (torch.rand(4, 4),))
+    assert len([each for each in said if "maps" in str(each.message)]) == 1
