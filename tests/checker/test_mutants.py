@@ -14,7 +14,6 @@ import pytest
 import torch
 from checker.lockstep import run_in_lockstep
 from checker.mutants import mutants
-from support.models.lift_casts import lift_graph
 from support.models.model_families import families
 from support.models.small_models import cases, long_cases, make_case, routed_cases
 from support.oracles.interpret_graph import loss_and_gradients, make_batch, make_state
@@ -27,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Candidate
 from autopar.program.build import program_text
+from autopar.verification.lift import lift_casts
 
 COUNT = int(os.environ.get("AUTOPAR_MUTANTS", "0"))
 FAST, SLOW = (
@@ -44,7 +44,7 @@ MESHES = (
 def graph_of(name: str) -> Graph:
     models = families() | cases() | long_cases() | routed_cases()
     model, inputs = make_case(models[name], torch.float64, 16)
-    return lift_graph(capture(model, (), inputs, compute_dtype="float64"))
+    return lift_casts(capture(model, (), inputs, compute_dtype="float64"))
 
 
 def programs(graph: Graph, seeds: range) -> Iterator[tuple[int, Candidate, str]]:

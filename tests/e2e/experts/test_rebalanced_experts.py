@@ -15,7 +15,6 @@ from support.harness.comparison import different_numbers, different_tensors
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model
-from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.model_families import GROUPED, families, hugging_face
 from support.models.routed_mlp import RoutedMlp, routed_batch
 from support.models.small_models import make_case, token_batch
@@ -28,6 +27,7 @@ from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.ir.plan import Pipeline
 from autopar.runtime.checkpoint.entry import load_checkpoint
+from autopar.verification.lift import LiftCasts, lift_casts
 
 STEPS = 6
 SKEWED = ((90.0, 80.0, 1.0, 2.0, 30.0, 3.0, 4.0, 5.0), (1.0, 60.0, 3.0, 60.0, 70.0, 60.0, 2.0, 3.0))
@@ -39,7 +39,7 @@ def eight_experts() -> tuple[Prepared, Any]:
     """A Mixtral with eight experts in each of two layers, and the model itself."""
     options = dict(num_local_experts=8, num_experts_per_tok=2, output_router_logits=True)
     model, inputs = make_case(hugging_face("MixtralForCausalLM", token_batch, **options, **GROUPED), batch=16)
-    graph = lift_graph(capture(model, (), inputs, compute_dtype="float64"))
+    graph = lift_casts(capture(model, (), inputs, compute_dtype="float64"))
     state = {key: tensor.detach().clone() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
     return Prepared("mixtral", graph, {key: state[key] for key in graph.parameters()}, inputs, None), model  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ def trained_alone(model: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, gradients = [], []
-    with LiftedCasts():
+    with LiftCasts():
         for batch in batches:
             output = model(**batch)
             loss = output if isinstance(output, Tensor) else output.loss

@@ -16,12 +16,12 @@ from support.harness.comparison import training_differences
 from support.harness.end_to_end import plan
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
-from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.small_models import make
 from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 import autopar
+from autopar.verification.lift import LiftCasts, lift_casts
 
 
 def settings(name: str, kind: str) -> Any:
@@ -41,9 +41,9 @@ def adapted(name: str, kind: str = "lora") -> tuple[nn.Module, Case, dict[str, T
     torch.manual_seed(1)
     model = peft.get_peft_model(model, settings(name, kind)).double()
     case = case_of(model, (), batch)
-    with LiftedCasts():
+    with LiftCasts():
         expected = train(model, [((), batch)] * 3)
-    return model, Case(lift_graph(case.graph), case.state), batch, expected
+    return model, Case(lift_casts(case.graph), case.state), batch, expected
 
 
 def adapters_only(text: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:

@@ -8,11 +8,11 @@ from support.harness.end_to_end import Prepared, plan
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import train
-from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.zoo.catalog import specimen, zoo
 
 from autopar.capture import capture
 from autopar.program.build import program_text
+from autopar.verification.lift import LiftCasts, lift_casts
 
 QUICK = ("tied_autoencoder", "custom_functions", "complex_llama", "dlrm", "slots", "clip")
 FORCE = {"dp": 2, "tp": 2}
@@ -28,9 +28,9 @@ def prepared(name: str) -> Prepared:
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
     if name in LIFTED:
-        with LiftedCasts():
+        with LiftCasts():
             found = train(model, [batch])
-        graph = lift_graph(graph)
+        graph = lift_casts(graph)
     else:
         found = train(model, [batch])
     buffers = {key: found.state[key] for key, _ in model.named_buffers() if key in needed}

@@ -13,7 +13,6 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_compiled, train_programs
-from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.model_families import GROUPED, families, hugging_face
 from support.models.small_models import VOCABULARY, make, make_case, token_batch
 from support.plans.sequence_sharding import sequence_plan
@@ -26,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.planning import make_plan
 from autopar.program.build import program_text
 from autopar.program.proof import prove_program
+from autopar.verification.lift import LiftCasts, lift_casts
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
 """Lengths of the documents of each row."""
@@ -45,7 +45,7 @@ def packed_batch(rows: tuple[tuple[int, ...], ...] = LENGTHS) -> dict[str, Tenso
 def packed(name: str) -> Prepared:
     model, _ = make_case(families()[name], torch.float64, 4)
     batch = packed_batch()
-    graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
+    graph = lift_casts(capture(model, (), batch, compute_dtype="float64"))
     assert {node.op for block in graph.blocks for node in block.nodes if "attention" in node.op} == {"ap.attention_documents"}
     shapes = [value.shape for block in graph.blocks for value in block.values().values()]
     assert not any(len(shape) > 3 and shape[-2:] == (24, 24) for shape in shapes)
@@ -127,7 +127,7 @@ def test_packed_padded_and_one_by_one_have_one_loss() -> None:
     padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
     labels = padded.masked_fill(mask == 0, -100)
-    with LiftedCasts():
+    with LiftCasts():
         alone = [model(input_ids=ids[None], labels=ids[None]).loss.item() * (len(ids) - 1) for ids in documents if len(ids) > 1]
         one_by_one = sum(alone) / sum(len(ids) - 1 for ids in documents)
         losses = one_by_one, model(input_ids=padded, attention_mask=mask, labels=labels).loss.item()

@@ -13,13 +13,13 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.models.lift_casts import lift_graph
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.options import PlanOptions
 from autopar.plan_inputs import capture_for
 from autopar.precision import precision_of
+from autopar.verification.lift import lift_casts
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -77,7 +77,7 @@ def test_transformers_mixes_documents(name: str) -> None:
 @cache
 def prepared(name: str) -> Prepared:
     model, batch = make(name).double(), packed_batch()
-    graph = lift_graph(capture(model, (), batch, compute_dtype="float32" if name == "Jamba" else "float64"))
+    graph = lift_casts(capture(model, (), batch, compute_dtype="float32" if name == "Jamba" else "float64"))
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: x.detach().clone() for key, x in tensors if key in graph.parameters()}
     return Prepared(name, graph, state, batch, reference(model, batch, True))

@@ -11,12 +11,12 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, plan, program, reference
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.models.lift_casts import LiftedCasts, lift_graph
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.capture import capture
+from autopar.verification.lift import LiftCasts, lift_casts
 
 LENGTHS = (((5, 3), (7, 6), (4, 3)), ((16, 12),), ((10, 1), (6, 11)), ((8, 4), (8, 8)))
 """Tokens of source and target of the documents of each row."""
@@ -69,7 +69,7 @@ def packed_batch() -> dict[str, Tensor]:
 @cache
 def prepared() -> Prepared:
     model, batch = PackedT5(model_of()), packed_batch()
-    graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
+    graph = lift_casts(capture(model, (), batch, compute_dtype="float64"))
     assert any("explicit mask" in note for note in graph.notes), "relative positions are a mask of numbers"
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {name: x.detach().clone() for name, x in tensors if name in graph.parameters()}
@@ -79,7 +79,7 @@ def prepared() -> Prepared:
 def test_packed_padded_and_one_by_one_have_one_loss() -> None:
     model, pairs = model_of(), [pair for row in documents() for pair in row]
     tokens = sum(len(target) for _, target in pairs)
-    with LiftedCasts(), torch.no_grad():
+    with LiftCasts(), torch.no_grad():
         alone = [model(input_ids=source[None], labels=target[None]).loss.item() * len(target) for source, target in pairs]
         mask = pad_sequence([torch.ones_like(source) for source, _ in pairs], batch_first=True)
         padded = model(

@@ -13,7 +13,6 @@ from support.harness.launch import launch
 from support.harness.rank_pool import RankError, RankPool
 from support.harness.training_loop import parallel_model, train
 from support.harness.training_script import Batch, on_one_process, steps
-from support.models.lift_casts import LiftedCasts
 from support.models.small_models import make
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate, with_split_block
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from autopar.ir.plan import Pipeline
 from autopar.passes.lower import lower
 from autopar.program.export import export_program
+from autopar.verification.lift import LiftCasts
 
 State = dict[str, Tensor]
 
@@ -159,7 +159,7 @@ def test_other_batch_sizes(ranks: RankPool) -> None:
         for size in (8, 12, 16, 32, 1, 24)
     ]
     model, _ = make("llama", torch.float64, 16)
-    with LiftedCasts():
+    with LiftCasts():
         expected = [model(**given[index]).loss.item() for index in (0, 2, 3, 5, 0)]
     for each in (Pipeline(2, 1, "zb-h1"), Pipeline(2, 2, "zbv")):
         told = ranks.run(sizes, text("llama", each, dp=2, zero=3), case.state, given)
@@ -217,7 +217,7 @@ def test_an_exported_pipeline_trains_without_autopar(ranks: RankPool, tmp_path: 
     folder = export_program(lowered, "{}", tmp_path / "out", weights=case.state, batch=case.batch, learning_rate=1e-2)
     assert "pp=2 x dp=2" in (folder / "README.md").read_text()
     one = steps(3)
-    with LiftedCasts():
+    with LiftCasts():
         expected = on_one_process(model, one, [case.batch] * 3)[0]
     found = launch(ranks, folder / "train.py", 4, "--steps", "3", without="autopar")
     assert not any(each.status for each in found), found

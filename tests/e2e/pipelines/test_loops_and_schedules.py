@@ -9,11 +9,11 @@ import torch
 from support.harness.end_to_end import prepare
 from support.harness.rank_pool import RankPool
 from support.harness.training_script import Job, Record, Script, batches, check_jobs, on_one_process, steps, three_steps
-from support.models.lift_casts import LiftedCasts
 from support.models.small_models import make
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate, with_split_block
 
 from autopar.ir.plan import Pipeline
+from autopar.verification.lift import LiftCasts
 
 LOOPS: dict[str, Script] = {
     "accumulated": [
@@ -79,7 +79,7 @@ LOOPS: dict[str, Script] = {
 @cache
 def by_one(name: str, loop: str) -> Record:
     model, batch = make(name, torch.float64, 16)
-    with LiftedCasts():
+    with LiftCasts():
         return on_one_process(model, LOOPS[loop], batches(batch))
 
 

@@ -11,13 +11,13 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
-from support.models.lift_casts import LiftedCasts
 from support.models.small_models import make
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate
 from torch import Tensor
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
+from autopar.verification.lift import LiftCasts
 
 RATE = 1e-2
 STEPS = 5
@@ -39,7 +39,7 @@ def delayed(prepared: Prepared, name: str) -> Record:
         for key, parameter in model.named_parameters():
             last[key], parameter.grad = parameter.grad, last[key]
 
-    with LiftedCasts():
+    with LiftCasts():
         losses = train(model, batches(prepared), optimizer, after_backward=use_gradients_of_the_step_before).losses
     use_gradients_of_the_step_before()
     optimizer.step()

@@ -9,12 +9,12 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import prepare, reference, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.models.lift_casts import lift_graph
 from support.models.small_models import make
 from support.plans.sequence_sharding import sequence_plan
 
 from autopar.capture import capture
 from autopar.program.build import program_text
+from autopar.verification.lift import lift_casts
 
 PLANS = {
     2: (("gpt2", "rows"),),
@@ -52,7 +52,7 @@ def test_padding_stays_whole_in_rows(ranks: RankPool) -> None:
     model, batch = make("llama", torch.float64, 4)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, -5:] = batch["attention_mask"][3, -9:] = 0
-    graph = lift_graph(capture(model, (), batch, compute_dtype="float64"))
+    graph = lift_casts(capture(model, (), batch, compute_dtype="float64"))
     (attention,) = [node for block in graph.blocks for node in block.nodes if node.op == "ap.attention"]
     assert attention.args[5] is True
     text = program_text(graph, sequence_plan(graph, 4, "ring", sharding_wins(4)))

@@ -17,10 +17,10 @@ from autopar.program.build import program_text
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
+from autopar.verification.lift import LiftCasts, lift_casts
 from support.harness.comparison import Outcome
 from support.harness.training_loop import STEPS, train
 from support.models.further_families import further_families
-from support.models.lift_casts import LiftedCasts, lift_graph
 from support.models.model_families import families
 from support.models.small_models import VOCABULARY, cases, long_cases, make_case, routed_cases, token_batch
 
@@ -38,7 +38,7 @@ class Prepared:
 
 def reference(model: nn.Module, batch: dict[str, Tensor], lift: bool) -> Outcome:
     """One process. `lift`: with the casts to float32 lifted to float64."""
-    with LiftedCasts() if lift else nullcontext():
+    with LiftCasts() if lift else nullcontext():
         found = train(model, [batch] * STEPS)
     buffers = {name for name, _ in model.named_buffers()}
     parameters = {name: tensor for name, tensor in found.state.items() if name not in buffers}
@@ -55,7 +55,7 @@ def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
     model, inputs = make_case((families() | further_families() | cases() | long_cases() | routed_cases())[name], dtype, batch)
     lift = dtype is torch.float64
     graph = capture(model, (), inputs, compute_dtype=str(dtype).removeprefix("torch."))
-    graph = lift_graph(graph) if lift else graph
+    graph = lift_casts(graph) if lift else graph
     needed = graph.parameters()
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}

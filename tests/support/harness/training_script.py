@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autopar.verification.lift import LiftCasts
 from support.harness.comparison import NOISE, different_numbers, different_tensors
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import Tensors, clip_gradients, full_gradients, full_state, loss_of, parallel_model
-from support.models.lift_casts import LiftedCasts
 from support.models.small_models import make
 
 Script = Sequence[tuple[Any, ...]]
@@ -118,7 +118,7 @@ def batches(batch: Batch, count: int = 4) -> list[Batch]:
 def three_steps(name: str) -> Record:
     """What one process makes of three steps."""
     model, batch = make(name, torch.float64, 16)
-    with LiftedCasts():
+    with LiftCasts():
         return on_one_process(model, steps(3), batches(batch))
 
 
