@@ -11,7 +11,7 @@ import torch
 from support.harness import training_loop
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import adamw, clip_gradients
-from support.models.handwritten_program import Model, V, make
+from support.models.handwritten_program import V, make, model
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.parallel import Parallel
@@ -28,11 +28,6 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
         batch["labels"][0], batch["labels"][5, :2] = -100, -100
         out.append(batch)
     return out
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:

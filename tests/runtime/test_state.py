@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.harness.rank_pool import RankError, RankPool
 from support.harness.training_loop import sgd, train
-from support.models.handwritten_program import Model, make
+from support.models.handwritten_program import batch, make, model
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from autopar.runtime.device.mesh import MeshHandle
@@ -25,16 +25,6 @@ from autopar.runtime.state.layout import gather_full as undo
 PLANS = [({"dp": 4}, 0), ({"dp": 4}, 3), ({"tp": 4}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "tp": 2}, 0)]
 GROUPED = [({"dp": 4, "state": 2}, 3), ({"dp": 4, "state": 2}, 1), ({"dp": 4, "state": 1}, 2)]
 """Two copies of the state on two neighbours each; one on every rank."""
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
-
-
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(24, (8, 5), generator=generator) for name in ("ids", "labels")}
 
 
 def views(axes: dict[str, int], zero: int, state: dict[str, torch.Tensor]) -> Any:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import train
-from support.models.handwritten_program import Model, make
+from support.models.handwritten_program import batch, make, state
 from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.parallel import Parallel
 
-State = dict[str, Tensor]
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
@@ -41,18 +40,12 @@ class Counting(torch.optim.Optimizer):
                     p.sub_(seen, alpha=group["lr"] / group["steps"])
 
 
-def batch(seed: int) -> State:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(24, (8, 5), generator=generator) for name in ("ids", "labels")}
-
-
 def trained(axes: dict[str, int], zero: int, name: str, offload: bool, folder: str) -> Any:
     """On a rank: three steps with a schedule, a checkpoint, two steps more from it. Copies to and from the host are counted."""
     from autopar.runtime.device.offload import HostMemory
     from autopar.runtime.state import offload_optimizer
 
-    torch.manual_seed(0)
-    parallel = Parallel(make(axes, zero), {k: v.clone() for k, v in Model().double().state_dict().items() if k != "head.weight"})
+    parallel = Parallel(make(axes, zero), state())
     optimizer = OPTIMIZERS[name](parallel.parameters())
     copies = []
     to_host, offload_optimizer.PART_BYTES = HostMemory.copy_to_host, 500
@@ -101,7 +94,7 @@ def test_of_further_optimizers(axes: Any, zero: int, ranks: RankPool, tmp_path: 
 
 
 def said() -> list[str]:
-    parallel = Parallel(make({"dp": 4}, 0), {k: v for k, v in Model().double().state_dict().items() if k != "head.weight"})
+    parallel = Parallel(make({"dp": 4}, 0), state())
     out = []
     twice = torch.optim.SGD(parallel.parameters())
     parallel.offload_optimizer(twice)

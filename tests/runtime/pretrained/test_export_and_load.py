@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import train
-from support.models.handwritten_program import Model, make
+from support.models.handwritten_program import batch, make, state
 from torch import Tensor
 
 from autopar.errors import AutoparError
@@ -18,20 +18,6 @@ from autopar.runtime.parallel import Parallel
 
 State = dict[str, Tensor]
 PLANS = [({"dp": 4}, 0), ({"dp": 4}, 3), ({"tp": 4}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 4, "state": 2}, 3)]
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
-
-
-def state() -> State:
-    return {name: value.clone() for name, value in model().state_dict().items() if name != "head.weight"}
-
-
-def batch(seed: int) -> State:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(24, (8, 5), generator=generator) for name in ("ids", "labels")}
 
 
 def export(axes: dict[str, int], zero: int, folder: str, size: int | str, slices: int, dtype: torch.dtype | None = None) -> State:

@@ -52,6 +52,21 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).reshape(-1, V), labels.reshape(-1))
 
 
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def state() -> dict[str, torch.Tensor]:
+    """The tensors of the model, the tied matrix once."""
+    return {name: value.clone() for name, value in model().state_dict().items() if name != "head.weight"}
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(V, (8, 5), generator=generator) for name in ("ids", "labels")}
+
+
 class Embed(BlockModule):
     specs = (ParameterSpec("embed.weight", (V, H), DTYPE),)
 
