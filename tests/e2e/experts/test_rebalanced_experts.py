@@ -14,7 +14,7 @@ import torch
 from support.harness.comparison import different_numbers, different_tensors
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import parallel_model
+from support.harness.training_loop import graph_state, parallel_model
 from support.models.model_families import GROUPED, families, hugging_face
 from support.models.routed_mlp import RoutedMlp, routed_batch
 from support.models.small_models import make_case, token_batch
@@ -40,8 +40,7 @@ def eight_experts() -> tuple[Prepared, Any]:
     options = dict(num_local_experts=8, num_experts_per_tok=2, output_router_logits=True)
     model, inputs = make_case(hugging_face("MixtralForCausalLM", token_batch, **options, **GROUPED), batch=16)
     graph = lift_casts(capture(model, (), inputs, compute_dtype="float64"))
-    state = {key: tensor.detach().clone() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return Prepared("mixtral", graph, {key: state[key] for key in graph.parameters()}, inputs, None), model  # type: ignore[arg-type]
+    return Prepared("mixtral", graph, graph_state(graph, model), inputs, None), model  # type: ignore[arg-type]
 
 
 def batches_of(prepared: Prepared) -> list[dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from support.harness.comparison import training_differences
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_calls
-from support.harness.training_loop import Training
+from support.harness.training_loop import Training, graph_state
 from support.plans.captured_models import Case
 from torch import Tensor, nn
 
@@ -57,8 +57,7 @@ def test_equals_one_process_part_by_part(force: dict[str, int], parts: int, rank
     torch.manual_seed(0)
     model = Net().double()
     graph = capture(model, (), batch(), batch_norm="local")
-    named = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    case = Case(graph, {name: named[name] for name in graph.parameters()})
+    case = Case(graph, graph_state(graph, model))
     expected = in_parts(model, parts)
     for found in ranks.run(train_calls, [(case.text(pp=1, **force), case.state, [((), batch())])]):
         losses, gradients, state = found[0]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, program, reference
+from support.harness.end_to_end import plan, prepare_model, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.models.nested_models import nested_inputs, nested_model
-
-from autopar.capture import capture
 
 FORCES = {"dp=2,tp=2": {"dp": 2, "tp": 2, "zero": 0}, "dp=2,tp=2,zero=3": {"dp": 2, "tp": 2, "zero": 3}}
 
@@ -20,10 +18,7 @@ def test_equals_one_process(kind: str, ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = nested_model(kind, 4).double()
     batch = {name: x.double() if x.is_floating_point() else x for name, x in nested_inputs(kind, 8).items()}
-    graph = capture(model, (), batch)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {name: tensor.detach().clone() for name, tensor in tensors if name in graph.parameters()}
-    case = Prepared(kind, graph, state, batch, reference(model, batch, lift=False))
+    case = prepare_model(kind, model, batch)
     texts = [program(case, plan(case, force)) for force in FORCES.values()]
     assert all("for " in text.partition("def forward")[2] for text in texts)
     results = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], timeout=120)

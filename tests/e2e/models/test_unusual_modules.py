@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, prepare, program, reference
+from support.harness.end_to_end import plan, prepare, prepare_model, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
 from support.models.small_models import VOCABULARY, token_batch
 from torch import Tensor, nn
-
-from autopar.capture import capture
 
 FORCES: dict[str, dict[str, int]] = {
     "dp=4": {"dp": 4, "zero": 0},
@@ -59,14 +57,6 @@ class Hard(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def prepared(model: nn.Module, batch: dict[str, Tensor]) -> Prepared:
-    graph = capture(model, (), batch)
-    needed = graph.parameters()
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
-    return Prepared(type(model).__name__, graph, state, batch, reference(model, batch, lift=False))
-
-
 @pytest.mark.parametrize(("low", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_equals_one_process(low: torch.dtype, tolerance: float, ranks: RankPool) -> None:
     torch.manual_seed(0)
@@ -74,7 +64,7 @@ def test_equals_one_process(low: torch.dtype, tolerance: float, ranks: RankPool)
     for name, parameter in model.named_parameters():
         if ".low." not in name:
             parameter.data = parameter.data.double()
-    case = prepared(model, token_batch(8))
+    case = prepare_model("hard", model, token_batch(8))
     texts = [program(case, plan(case, force)) for force in FORCES.values()]
     results = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], timeout=120)
     for rank in (0, 3):
@@ -99,7 +89,7 @@ class TwoHeads(nn.Module):
 
 def test_heads_that_do_not_divide_leave_the_sequence_to_cut(ranks: RankPool) -> None:
     torch.manual_seed(0)
-    case = prepared(TwoHeads().double(), token_batch(8))
+    case = prepare_model("two heads", TwoHeads().double(), token_batch(8))
     result = plan(case, {"tp": 4})
     share = dict(result.evaluation.redundant_share)["tp"]
     assert share <= 0.02

@@ -7,7 +7,7 @@ from support.harness.comparison import Outcome, differences, different_tensors
 from support.harness.end_to_end import Prepared, plan
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
-from support.harness.training_loop import train
+from support.harness.training_loop import graph_state, train
 from support.models.zoo.catalog import specimen, zoo
 
 from autopar.capture import capture
@@ -24,16 +24,14 @@ def prepared(name: str) -> Prepared:
     """The graph of a model, and what one process makes of one step."""
     model, batch = specimen(name)
     graph = capture(model, (), batch)
-    needed = graph.parameters()
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
+    state = graph_state(graph, model)
     if name in LIFTED:
         with LiftCasts():
             found = train(model, [batch])
         graph = lift_casts(graph)
     else:
         found = train(model, [batch])
-    buffers = {key: found.state[key] for key, _ in model.named_buffers() if key in needed}
+    buffers = {key: found.state[key] for key, _ in model.named_buffers() if key in state}
     return Prepared(name, graph, state, batch, Outcome(found.losses[0], found.gradients, {}, buffers))
 
 

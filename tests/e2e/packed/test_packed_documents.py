@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
+from support.harness.end_to_end import Prepared, plan, prepare_model, program, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_compiled, train_programs
 from support.models.model_families import GROUPED, families, hugging_face
@@ -49,9 +49,7 @@ def packed(name: str) -> Prepared:
     assert {node.op for block in graph.blocks for node in block.nodes if "attention" in node.op} == {"ap.attention_documents"}
     shapes = [value.shape for block in graph.blocks for value in block.values().values()]
     assert not any(len(shape) > 3 and shape[-2:] == (24, 24) for shape in shapes)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in graph.parameters()}
-    return Prepared(name, graph, state, batch, reference(model, batch, True))
+    return prepare_model(name, model, batch, graph, lift=True)
 
 
 def check(ranks: RankPool, name: str, texts: list[str], world: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, program, reference
+from support.harness.end_to_end import Prepared, plan, prepare_model, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from torch import Tensor, nn
@@ -78,9 +78,7 @@ def test_transformers_mixes_documents(name: str) -> None:
 def prepared(name: str) -> Prepared:
     model, batch = make(name).double(), packed_batch()
     graph = lift_casts(capture(model, (), batch, compute_dtype="float32" if name == "Jamba" else "float64"))
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: x.detach().clone() for key, x in tensors if key in graph.parameters()}
-    return Prepared(name, graph, state, batch, reference(model, batch, True))
+    return prepare_model(name, model, batch, graph, lift=True)
 
 
 @pytest.mark.slow

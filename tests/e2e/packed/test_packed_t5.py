@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, program, reference
+from support.harness.end_to_end import Prepared, plan, prepare_model, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from torch import Tensor, nn
@@ -71,9 +71,7 @@ def prepared() -> Prepared:
     model, batch = PackedT5(model_of()), packed_batch()
     graph = lift_casts(capture(model, (), batch, compute_dtype="float64"))
     assert any("explicit mask" in note for note in graph.notes), "relative positions are a mask of numbers"
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {name: x.detach().clone() for name, x in tensors if name in graph.parameters()}
-    return Prepared("T5", graph, state, batch, reference(model, batch, True))
+    return prepare_model("T5", model, batch, graph, lift=True)
 
 
 def test_packed_padded_and_one_by_one_have_one_loss() -> None:

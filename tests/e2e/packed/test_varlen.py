@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, program, reference, sharding_wins
+from support.harness.end_to_end import Prepared, plan, prepare_model, program, sharding_wins
 from support.harness.rank_pool import RankError, RankPool
 from support.harness.run_program import train_programs
 from support.models.varlen_models import VarlenModel, packed_tokens
@@ -37,10 +37,8 @@ def prepared(form: str, kind: str = "causal") -> Prepared:
     model, batch = VarlenModel(*MODELS[kind]).double(), BATCHES[form]
     graph = capture(model, (), batch, compute_dtype="float64")
     assert {node.op for block in graph.blocks for node in block.nodes if "attention" in node.op} == {"ap.attention_documents"}
-    state = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     with VarlenAttention(one_at_a_time):
-        expected = reference(model, batch, True)
-    return Prepared(f"{form}, {kind}", graph, state, batch, expected)
+        return prepare_model(f"{form}, {kind}", model, batch, graph, lift=True)
 
 
 def check(ranks: RankPool, case: Prepared, texts: list[str], world: int = 4) -> None:

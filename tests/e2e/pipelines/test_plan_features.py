@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.harness.end_to_end import prepare, prepare_dropout
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import graph_state
 from support.harness.training_script import (
     Batch,
     Job,
@@ -121,9 +122,7 @@ def low(name: str) -> tuple[Graph, dict[str, Tensor], Batch, Record]:
     """Captured for bfloat16 over float32, and three steps in float32 on one process."""
     model, batch = make(name, torch.float32, 16)
     graph = capture(model, (), batch, compute_dtype="bfloat16")
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    state = {name: tensors[name].detach().clone() for name in graph.parameters()}
-    return graph, state, batch, on_one_process(model, steps(3), batches(batch))
+    return graph, graph_state(graph, model), batch, on_one_process(model, steps(3), batches(batch))
 
 
 def half(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.harness.end_to_end import Prepared
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import graph_state
 from support.harness.training_script import Batch, Job, Record, batches, check_jobs, on_one_process, steps
 from support.models.small_models import VOCABULARY, token_batch
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate
@@ -128,9 +129,8 @@ def odd(kind: str) -> tuple[Prepared, Record]:
     }[kind]().double()
     given = named() if kind == "named" else token_batch(16)
     graph = capture(model, (), given)
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    state = {name: tensors[name].detach().clone() for name in graph.parameters()}
-    return Prepared(kind, graph, state, given, (0.0, {}, {}, {})), on_one_process(model, steps(3), batches(given))
+    case = Prepared(kind, graph, graph_state(graph, model), given, (0.0, {}, {}, {}))
+    return case, on_one_process(model, steps(3), batches(given))
 
 
 def strange(kind: str, pipeline: Pipeline, many: int = 4, repeated: bool = False, **force: int) -> Job:

@@ -9,6 +9,7 @@ from support.harness.comparison import differences
 from support.harness.end_to_end import prepare, reference, sharding_wins
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
+from support.harness.training_loop import graph_state
 from support.models.small_models import make
 from support.plans.sequence_sharding import sequence_plan
 
@@ -56,10 +57,7 @@ def test_padding_stays_whole_in_rows(ranks: RankPool) -> None:
     (attention,) = [node for block in graph.blocks for node in block.nodes if node.op == "ap.attention"]
     assert attention.args[5] is True
     text = program_text(graph, sequence_plan(graph, 4, "ring", sharding_wins(4)))
-    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    state = {name: tensor for name, tensor in state.items() if name in graph.parameters()}
-    answers = ranks.run(train_programs, [(text, state, batch)], world=4, timeout=120)
+    answers = ranks.run(train_programs, [(text, graph_state(graph, model), batch)], world=4, timeout=120)
     wrong = differences(answers[3][0], reference(model, batch, True), 1e-9)
     assert not wrong, wrong[:5]
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, reference
+from support.harness.end_to_end import Prepared, prepare_model
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs, train_steps
 from support.models.operations.images import IMAGES, case
 from support.plans.space_pins import space_pins, space_rules
 
-from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
 from autopar.passes.lower import lower
@@ -27,12 +26,7 @@ from autopar.solve.space.options import SearchOptions
 
 @cache
 def prepared(name: str) -> Prepared:
-    model, batch = case(name)
-    graph = capture(model, (), batch)
-    needed = graph.parameters()
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
-    return Prepared(name, graph, state, batch, reference(model, batch, False))
+    return prepare_model(name, *case(name))
 
 
 def cut(name: str, force: dict[str, int]) -> PlanResult:

@@ -19,7 +19,7 @@ from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.verification.lift import LiftCasts, lift_casts
 from support.harness.comparison import Outcome
-from support.harness.training_loop import STEPS, train
+from support.harness.training_loop import STEPS, graph_state, train
 from support.models.further_families import further_families
 from support.models.model_families import families
 from support.models.small_models import VOCABULARY, cases, long_cases, make_case, routed_cases, token_batch
@@ -55,11 +55,15 @@ def _prepared(name: str, dtype: torch.dtype, batch: int) -> Prepared:
     model, inputs = make_case((families() | further_families() | cases() | long_cases() | routed_cases())[name], dtype, batch)
     lift = dtype is torch.float64
     graph = capture(model, (), inputs, compute_dtype=str(dtype).removeprefix("torch."))
-    graph = lift_casts(graph) if lift else graph
-    needed = graph.parameters()
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in needed}
-    return Prepared(name, graph, state, inputs, reference(model, inputs, lift))
+    return prepare_model(name, model, inputs, lift_casts(graph) if lift else graph, lift)
+
+
+def prepare_model(
+    name: str, model: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None, lift: bool = False
+) -> Prepared:
+    """A model, and its `graph` where that is not captured in this way; `lift` as for `reference`."""
+    graph = graph or capture(model, (), batch)
+    return Prepared(name, graph, graph_state(graph, model), batch, reference(model, batch, lift))
 
 
 @cache
@@ -71,9 +75,7 @@ def prepare_dropout(**changes: float) -> Prepared:
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, **changes)
     model, batch = transformers.GPT2LMHeadModel(config).double(), token_batch(16)
     graph = capture(model, (), batch)
-    named = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    state = {name: named[name] for name in graph.parameters()}
-    return Prepared("gpt2", graph, state, batch, Outcome(model.eval()(**batch).loss.item(), {}, {}, {}))
+    return Prepared("gpt2", graph, graph_state(graph, model), batch, Outcome(model.eval()(**batch).loss.item(), {}, {}, {}))
 
 
 def sharding_wins(size: int = 4) -> Cluster:

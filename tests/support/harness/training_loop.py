@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.ir.graph import Graph
+
 STEPS = 3
 RATE = 1e-3
 Tensors = dict[str, Tensor]
@@ -86,6 +88,12 @@ def full_state(model: nn.Module) -> Tensors:
     if hasattr(model, "full_state"):
         return model.full_state()  # type: ignore[no-any-return,operator]
     return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def graph_state(graph: Graph, model: nn.Module) -> Tensors:
+    """Copies of the parameters and buffers that the graph of a model reads."""
+    needed = graph.parameters()
+    return {name: tensor for name, tensor in full_state(model).items() if name in needed}
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from autopar.capture import capture
 from autopar.capture.models import load_model
 from autopar.verification.lift import lift_casts
-from support.harness.end_to_end import Prepared, reference
+from support.harness.end_to_end import Prepared, prepare_model
 from support.models.small_models import Case, make_case
 
 TINY = ("mlp", "convnet", "gpt2-tiny", "llama-tiny", "mixtral-tiny", "qwen3-tiny", "bert-tiny", "vit-tiny")
@@ -23,6 +23,4 @@ def prepare_bundled(name: str, batch: int = 16) -> Prepared:
     assert isinstance(given, dict)
     model, inputs = make_case(Case(lambda: loaded.model, lambda size: given), torch.float64, batch)
     graph = lift_casts(capture(model, (), inputs, compute_dtype="float64"))
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    state = {key: tensor.detach().clone() for key, tensor in tensors if key in graph.parameters()}
-    return Prepared(name, graph, state, inputs, reference(model, inputs, lift=True))
+    return prepare_model(name, model, inputs, graph, lift=True)

@@ -12,6 +12,7 @@ from autopar.capture import capture
 from autopar.ir.graph import Graph
 from autopar.program.build import program_text
 from support.harness.end_to_end import plan
+from support.harness.training_loop import graph_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +39,4 @@ def case_of(
 ) -> Case:
     """Captured as it is."""
     graph = capture(model, args, keywords, outputs=outputs)
-    named = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return Case(graph, {name: named[name] for name in graph.parameters()})
+    return Case(graph, graph_state(graph, model))

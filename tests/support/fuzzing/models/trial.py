@@ -28,6 +28,7 @@ from autopar.verification.draws import Draw, GiveDraws, RecordDraws, match_draws
 from support.fuzzing.models.on_ranks import Case, Steps, two_steps
 from support.fuzzing.models.writer import Unfit, Written, model_of, write_model
 from support.harness.end_to_end import sharding_wins
+from support.harness.training_loop import graph_state
 from support.plans.drawn_candidates import drawn_candidate
 
 FORCES = {
@@ -128,8 +129,7 @@ def _prepare(trial: Trial, folder: str, draw: Random, free: bool, graphs: dict[s
         graph, candidate, given = with_draws(graph, candidate, match_draws(graph, draws))
     trial.stage = "program"
     text = program_text(graph, candidate)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {name: tensors[name].detach().clone() for name in graph.parameters()}
+    state = graph_state(graph, model)
     form = graph.interface.returns if graph.interface else None
     named = {each.name for each in graph.inputs}
     inputs = {name: tensor for name, tensor in {**written.inputs, **given}.items() if name in named}
