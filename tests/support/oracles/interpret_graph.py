@@ -40,18 +40,19 @@ def make_batch(graph: Graph, classes: int, seed: int = 1) -> dict[str, torch.Ten
 
 def run_graph(graph: Graph, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The loss."""
-    held = dict(batch)
-    for call in graph.calls:
-        block = graph.block(call.block)
-        tensors = {value.name: held[name] for value, name in zip(block.inputs, call.inputs, strict=True)}
-        tensors |= {p.value.name: state[name] for p, name in zip(block.parameters, call.parameters, strict=True)}
-        run_nodes(block, tensors, graph.batch)
-        held.update((name, tensors[inner]) for name, inner in zip(call.outputs, block.outputs, strict=True))
-    return held[graph.loss]
+    return _run(graph, state, batch)[0][graph.loss]
 
 
 def buffers_after(graph: Graph, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every buffer after one forward in training mode."""
+    _, after = _run(graph, state, batch)
+    return {name: after[name] for name, parameter in graph.parameters().items() if parameter.buffer}
+
+
+def _run(
+    graph: Graph, state: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All values between blocks, and the state after it."""
     held, state = dict(batch), dict(state)
     for call in graph.calls:
         block = graph.block(call.block)
@@ -61,7 +62,7 @@ def buffers_after(graph: Graph, state: Mapping[str, torch.Tensor], batch: Mappin
         held.update((name, tensors[inner]) for name, inner in zip(call.outputs, block.outputs, strict=True))
         inside = {p.value.name: name for p, name in zip(block.parameters, call.parameters, strict=True)}
         state.update((inside[buffer], tensors[value]) for buffer, value in block.updates)
-    return {name: state[name] for name, parameter in graph.parameters().items() if parameter.buffer}
+    return held, state
 
 
 def run_nodes(block: Block, tensors: dict[str, torch.Tensor], batch: int) -> None:
