@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.plans.pipeline_plans import with_candidate
 
 import autopar
 from autopar.capture.models import load_model
@@ -18,9 +19,7 @@ from autopar.cli import main
 from autopar.cli.console import size
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
-from autopar.ir.plan_file.plan_file import assemble_plan
 from autopar.plan_inputs import registry
-from autopar.schedules.placement import chunks_of_stages
 from autopar.verification.differences import tolerance
 from autopar.verification.sharding import sharding_force, untested
 
@@ -112,10 +111,7 @@ def test_inspect_memory_of_a_pipeline_shows_every_stage(run: Run, tmp_path: Path
     document = plan.document
     path = tmp_path / "plan.json"
     for described in (document.cluster, ClusterInfo(document.cluster.name, document.cluster.devices)):
-        assemble_plan(
-            plan.graph, candidate, model=document.model, cluster=described, parallelism=document.parallelism,
-            optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline), predicted=document.predicted,
-        ).save(str(path))  # fmt: skip
+        with_candidate(plan, candidate, cluster=described, predicted=document.predicted).save(str(path))
         _, out, _ = run("inspect", path, "--memory")
         found = json.loads(run("inspect", path, "--memory", "--json")[1])
         assert ("stage 1" in out) == bool(described.description) == (len(found["stages"]) == 2)

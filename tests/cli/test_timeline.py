@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plans.pipeline_plans import with_candidate
 
 import autopar
 from autopar.capture.models import load_model
@@ -17,9 +18,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
-from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         document = plan.document
         cluster = document.cluster if described else ClusterInfo(document.cluster.name, document.cluster.devices)
         candidate = replace(plan.candidate, mesh=mesh, micro_batches=micro_batches, pipeline=pipeline)
-        found = assemble_plan(
-            plan.graph, candidate, model=document.model, cluster=cluster, parallelism=document.parallelism,
-            optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline), predicted=document.predicted,
-        )  # fmt: skip
+        found = with_candidate(plan, candidate, cluster=cluster, predicted=document.predicted)
         path = folder / f"{pipeline.schedule}-{micro_batches}-{described}.json"
         found.save(str(path))
         return path, found

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from support.plans.drawn_recomputation import with_kept
+from support.plans.pipeline_plans import with_candidate
 from torch import nn
 
 import autopar
@@ -28,10 +29,9 @@ from autopar.cost_models.step.block_memory import OFFLOAD_WINDOW, block_memory
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir import dims
 from autopar.ir.graph import Graph
-from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import program_text
 from autopar.program.load import load_program
-from autopar.schedules.placement import chunks_of_stages
 
 Case = tuple[str, int | None, int, str, str, str, int, bool]
 """Model, sequence, batch, cluster, forced degrees, dtype, micro-batches, whole-block recomputation."""
@@ -84,12 +84,8 @@ def planned(case: Case) -> tuple[Plan, Evaluation]:
         replace(block, recompute=recompute and plan.graph.count(block.block) > 1, **bare)  # type: ignore[arg-type]
         for block in plan.candidate.blocks
     )
-    candidate, document = replace(plan.candidate, blocks=blocks, micro_batches=micro_batches), plan.document
-    plan = assemble_plan(
-        plan.graph, candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline),
-    )  # fmt: skip
-    return plan, evaluate(plan.graph, candidate, Cluster.parse(cluster))
+    candidate = replace(plan.candidate, blocks=blocks, micro_batches=micro_batches)
+    return with_candidate(plan, candidate), evaluate(plan.graph, candidate, Cluster.parse(cluster))
 
 
 Drawn = tuple[Case, int, float, float, int]
@@ -111,12 +107,7 @@ def planned_again(drawn: Drawn) -> tuple[Plan, Evaluation]:
     plan, cluster = planned(case)[0], Cluster.parse(case[3])
     candidate = replace(plan.candidate, zero_group=group)
     candidate = with_kept(plan.graph, candidate, cluster, seed, share, offload)
-    document = plan.document
-    plan = assemble_plan(
-        plan.graph, candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline),
-    )  # fmt: skip
-    return plan, evaluate(plan.graph, candidate, cluster)
+    return with_candidate(plan, candidate), evaluate(plan.graph, candidate, cluster)
 
 
 def predicted(evaluation: Evaluation) -> int:

@@ -11,14 +11,14 @@ import torch
 from support.harness.rank_pool import RankPool
 from support.models.routed_mlp import RoutedMlp
 from support.plans.expert_forms import only
+from support.plans.pipeline_plans import with_candidate
 
 import autopar
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Precision
-from autopar.ir.plan_file.plan_file import Plan, assemble_plan
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.program.build import program_text
-from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 
@@ -43,11 +43,7 @@ def dispatching(plan: Plan) -> Plan:
         pins={"up": {"ep": "S(0)"}, "moe_experts": {"ep": "S(0)"}},
         registry=only("dispatched"),
     )
-    found, document = search(plan.graph, Cluster.parse("local:4"), options), plan.document
-    return assemble_plan(
-        plan.graph, found.candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-        optimizer=document.optimizer, stage_chunks=chunks_of_stages(found.candidate.pipeline),
-    )  # fmt: skip
+    return with_candidate(plan, search(plan.graph, Cluster.parse("local:4"), options).candidate)
 
 
 def test_prediction_is_what_the_program_holds(tmp_path: Path, ranks: RankPool) -> None:

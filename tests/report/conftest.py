@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.plans.pipeline_plans import with_candidate
 
 import autopar
 from autopar.capture.models import load_model
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Pipeline
-from autopar.ir.plan_file.plan_file import Plan, assemble_plan
-from autopar.schedules.placement import chunks_of_stages
+from autopar.ir.plan_file.plan_file import Plan
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +39,9 @@ def pipelined(one_stage: Plan) -> Callable[..., Plan]:
             blocks = tuple(replace(block, zero=0) for block in blocks)
         candidate = replace(one_stage.candidate, mesh=Mesh(axes), blocks=blocks, batch=data * micro_batches)
         info = replace_struct(document.cluster, name=cluster.name, devices=cluster.size, description=cluster.to_dict())
-        return assemble_plan(
-            one_stage.graph, replace(candidate, micro_batches=micro_batches, pipeline=pipeline), model=document.model,
-            cluster=info, parallelism=document.parallelism, optimizer=document.optimizer,
-            stage_chunks=chunks_of_stages(pipeline), predicted=document.predicted, search=document.search,
-            baselines=document.baselines, saves=document.saves,
+        return with_candidate(
+            one_stage, replace(candidate, micro_batches=micro_batches, pipeline=pipeline), cluster=info,
+            predicted=document.predicted, search=document.search, baselines=document.baselines, saves=document.saves,
         )  # fmt: skip
 
     return make

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.harness.rank_pool import RankPool
 from support.plans.forced_plans import forced_search, with_losses_in_chunks
+from support.plans.pipeline_plans import with_candidate
 from torch import Tensor, nn
 
 import autopar
@@ -21,12 +22,11 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.ir.plan_file.plan_file import assemble_plan, load_plan
+from autopar.ir.plan_file.plan_file import load_plan
 from autopar.program.build import program_text
 from autopar.rules.check import check_strategies
 from autopar.rules.loss_chunks import loss_chains
 from autopar.rules.registry import default_registry
-from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.result import PlanResult
 
 BATCH, SEQUENCE, WIDTH, CLASSES = 16, 512, 64, 4096
@@ -106,16 +106,12 @@ def test_the_program_holds_what_is_predicted(tmp_path: Path, ranks: RankPool) ->
     predicted = []
     for dtype in ("float32", "bf16"):
         plan = autopar.plan(Words(), "local:2", (ids, ids), force="dp=2,micro=8,zero=0", precision=dtype)
-        candidate, document = with_losses_in_chunks(plan.graph, plan.candidate), plan.document
+        candidate = with_losses_in_chunks(plan.graph, plan.candidate)
         evaluation = evaluate(plan.graph, candidate, Cluster.parse("local:2"))
         table = dict(evaluation.memory)
         predicted.append(evaluation.peak_memory_bytes - table["base"] - table["slack"])
         assert predicted[-1] < LOGITS
-        plan = assemble_plan(
-            plan.graph, candidate, model=document.model, cluster=document.cluster, parallelism=document.parallelism,
-            optimizer=document.optimizer, stage_chunks=chunks_of_stages(candidate.pipeline),
-        )  # fmt: skip
-        plan.save(str(tmp_path / f"{dtype}.json"))
+        with_candidate(plan, candidate).save(str(tmp_path / f"{dtype}.json"))
     held = ranks.run_alone(held_bytes, [str(tmp_path / f"{dtype}.json") for dtype in ("float32", "bf16")], timeout=100)
     assert predicted == pytest.approx(held, rel=0.05)
 

@@ -1,16 +1,19 @@
-"""Pipelines of small models: the plan of one stage's mesh, cut into chunks and put on a schedule."""
+"""Pipelines of small models (the plan of one stage's mesh, in chunks on a schedule), and plans with other candidates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.pipeline.split_blocks import split_block
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.program.build import program_text
 from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.placement import chunks_of_stages
 from support.harness.end_to_end import Prepared, plan
 
 
@@ -35,3 +38,10 @@ def candidate_text(prepared: Prepared, candidate: Candidate) -> str:
 def scheduled_actions(candidate: Candidate) -> list[list[str]]:
     """The computing actions of each stage."""
     return [[str(action) for action in rank] for rank in schedule_of(candidate.pipeline, candidate.micro_batches).ranks]
+
+
+def with_candidate(plan: Plan, candidate: Candidate, **changes: Any) -> Plan:
+    """A plan with another candidate, and without predictions unless they are among the `changes`."""
+    document = plan.document
+    own = dict(model=document.model, cluster=document.cluster, parallelism=document.parallelism, optimizer=document.optimizer)
+    return assemble_plan(plan.graph, candidate, **{**own, "stage_chunks": chunks_of_stages(candidate.pipeline), **changes})
