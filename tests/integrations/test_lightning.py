@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.harness.comparison import same_report
 
 pytest.importorskip("lightning", reason="an optional extra: pip install autopar[lightning]")
 
@@ -22,23 +23,6 @@ def run(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
-    """Numbers to 1e-5; sums of weights and moments to 1e-4, since Adam's first steps enlarge the rounding of tiny gradients."""
-    if isinstance(theirs, dict):
-        assert mine.keys() == theirs.keys(), where
-        for key in theirs:
-            assert_equal(mine[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list):
-        assert len(mine) == len(theirs), where
-        for index, each in enumerate(theirs):
-            assert_equal(mine[index], each, f"{where}[{index}]")
-    elif isinstance(theirs, str):
-        assert mine == theirs, where
-    else:
-        close = 1e-4 if where.startswith((".weights", ".moments")) else 1e-5
-        assert mine == pytest.approx(theirs, rel=close, abs=1e-7), where
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("force", "other"), [("dp=2,tp=2", "dp=4,zero=3"), ("dp=4,zero=3", "pp=2,dp=2"), ("pp=2,dp=2", "dp=2,tp=2")]
@@ -49,7 +33,7 @@ def test_a_lightning_script(tmp_path: Path, force: str, other: str) -> None:
     run([*TORCHRUN, str(SCRIPT), str(tmp_path / "four"), "--force", force, "--resume", other])
     run([sys.executable, str(SCRIPT), str(tmp_path / "one"), "--resume", "yes"])
     one, four = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "four"))
-    assert_equal(four, one)
+    same_report(four, one, floor=1e-7)
 
 
 def test_what_is_not_for_a_parallel_model_is_refused() -> None:

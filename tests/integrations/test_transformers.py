@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.harness.comparison import same_report
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 
@@ -40,22 +41,6 @@ def wait_for(runs: dict[str, subprocess.Popen[str]]) -> None:
         assert each.returncode == 0, f"{name}\n{text[-6000:]}"
 
 
-def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
-    """Numbers to 1e-5; sums of weights to 1e-4, since Adam's first steps enlarge the rounding of tiny gradients."""
-    if isinstance(theirs, dict):
-        assert mine.keys() == theirs.keys(), where
-        for key in theirs:
-            assert_equal(mine[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list):
-        assert len(mine) == len(theirs), where
-        for index, each in enumerate(theirs):
-            assert_equal(mine[index], each, f"{where}[{index}]")
-    elif isinstance(theirs, str):
-        assert mine == theirs, where
-    else:
-        assert mine == pytest.approx(theirs, rel=1e-4 if where.startswith(".weights") else 1e-5, abs=1e-8), where
-
-
 def test_a_trainer_script(tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model.
     All are forked; python and torchrun themselves start those of the tests below."""
@@ -64,7 +49,7 @@ def test_a_trainer_script(tmp_path: Path, ranks: RankPool, monkeypatch: pytest.M
     for ended in (*four, *launch(ranks, SCRIPT, 0, str(tmp_path / "one"), timeout=240.0)):
         assert ended.status == 0, ended.stderr[-6000:]
     mine, theirs = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("four", "one"))
-    assert_equal(mine, theirs)
+    same_report(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +80,13 @@ def test_what_the_plan_decides_is_refused(tmp_path: Path, setting: str, remedy: 
 )
 def test_trainer_scripts_with_sharded_state(tmp_path: Path, options: list[str]) -> None:
     one, four = found(tmp_path, "dp=4,zero=3", *options)
-    assert_equal(four, one)
+    same_report(four, one)
 
 
 @pytest.mark.slow
 def test_a_trainer_script_in_a_pipeline(tmp_path: Path) -> None:
     one, four = found(tmp_path, "pp=2,dp=2", "--resume", "dp=2,tp=2")
-    assert_equal(four, one)
+    same_report(four, one)
 
 
 @pytest.mark.slow
@@ -109,7 +94,7 @@ def test_a_trainer_script_in_a_pipeline(tmp_path: Path) -> None:
 def test_adapters_of_peft(tmp_path: Path, force: str, other: str) -> None:
     """Trained, saved in peft's files, and resumed from them under another plan; with a head that is trained whole."""
     one, four = found(tmp_path, force, "--resume", other, "--lora")
-    assert_equal(four, one)
+    same_report(four, one)
     assert four["files"] == ["adapter_config.json", "adapter_model.safetensors"]
 
 

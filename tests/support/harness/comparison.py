@@ -109,3 +109,21 @@ def same_gradients(parallel: Any, plain: nn.Module) -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
     parallel.zero_grad()
     plain.zero_grad()
+
+
+def same_report(found: Any, expected: Any, floor: float = 1e-8, where: str = "") -> None:
+    """AssertionError where what two scripts report differs: numbers by more than 1e-5; sums of weights and moments by more than
+    1e-4, since Adam's first steps enlarge the rounding of tiny gradients."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            same_report(found[key], expected[key], floor, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, each in enumerate(expected):
+            same_report(found[index], each, floor, f"{where}[{index}]")
+    elif expected is None or isinstance(expected, str):
+        assert found == expected, where
+    else:
+        bound = max(floor, (1e-4 if where.startswith((".weights", ".moments")) else 1e-5) * abs(expected))
+        assert abs(found - expected) <= bound, (where, found, expected)
