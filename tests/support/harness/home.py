@@ -6,9 +6,15 @@ ask for, and plans do not depend on how busy the machine was.
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from support.harness.rank_pool import RankPool
 
 PROCESSES = (1, 2, 4, 8)
 
@@ -30,3 +36,16 @@ def write_local_clusters(folder: Path) -> None:
     with patch.object(local_cluster, "measure_local", measured):
         for processes in PROCESSES:
             local_cluster.measured_local_cluster(processes, folder)
+
+
+@contextmanager
+def ranks_in_a_home() -> Iterator[RankPool]:
+    """A pool of ranks for a script, in a home of its own."""
+    with tempfile.TemporaryDirectory(prefix="autopar_home_") as home:
+        os.environ["HOME"] = home
+        write_local_clusters(Path(home) / ".cache" / "autopar")
+        ranks = RankPool()
+        try:
+            yield ranks
+        finally:
+            ranks.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from support.fuzzing.habits.script import single_scripts, write_script
 from support.fuzzing.habits.trial import try_many, try_script
-from support.harness.home import write_local_clusters
+from support.harness.home import ranks_in_a_home
 from support.harness.rank_pool import RankPool
 
 
@@ -28,16 +25,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="autopar_home_") as home:
-        os.environ["HOME"] = home
-        write_local_clusters(Path(home) / ".cache" / "autopar")
-        ranks = RankPool()
-        try:
-            if options.each:
-                return _each(options.force or "dp=2,tp=2", ranks)
-            return _many(options, ranks) if options.seed is None else _one(options, ranks)
-        finally:
-            ranks.close()
+    with ranks_in_a_home() as ranks:
+        if options.each:
+            return _each(options.force or "dp=2,tp=2", ranks)
+        return _many(options, ranks) if options.seed is None else _one(options, ranks)
 
 
 def _one(options: argparse.Namespace, ranks: RankPool) -> int:

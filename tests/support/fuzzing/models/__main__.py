@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from support.fuzzing.models.compare import run_trials
 from support.fuzzing.models.many import is_said_well, many_trials
 from support.fuzzing.models.trial import Trial, prepare
-from support.harness.home import write_local_clusters
+from support.harness.home import ranks_in_a_home
 from support.harness.rank_pool import RankPool
 
 
@@ -30,14 +29,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="autopar_home_") as home:
-        os.environ["HOME"] = home
-        write_local_clusters(Path(home) / ".cache" / "autopar")
-        ranks = RankPool()
-        try:
-            return _one(options, ranks, home) if options.seed is not None else _many(options, ranks)
-        finally:
-            ranks.close()
+    with ranks_in_a_home() as ranks:
+        return _one(options, ranks, os.environ["HOME"]) if options.seed is not None else _many(options, ranks)
 
 
 def _one(options: argparse.Namespace, ranks: RankPool, folder: str) -> int:
