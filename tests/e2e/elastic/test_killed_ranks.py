@@ -16,19 +16,23 @@ from support.harness.rank_pool import RankPool
 from autopar.plan_inputs import plan_folder
 
 
+def kill_twice(job: Any, steps: int) -> None:
+    killer = Killer(job, 0, 2)
+    killer.kill("in a step")
+    killer.kill("saving")
+    assert job.wait(120.0) == [0]
+    assert len(job.starts()) == 3
+    check_job(job, steps)
+
+
 def test_two_kills(ranks: RankPool, tmp_path: Path) -> None:
     """The second while a checkpoint is written. Without torchrun, on forked ranks."""
     job = ForkedJob(ranks.template, tmp_path, 2, ["--steps", "30", "--every", "5", "--dtype", "float64"])
     try:
         job.begin()
-        killer = Killer(job, 0, 2)
-        killer.kill("in a step")
-        killer.kill("saving")
-        assert job.wait(120.0) == [0]
+        kill_twice(job, 30)
     finally:
         job.close()
-    assert len(job.starts()) == 3
-    check_job(job, 30)
 
 
 @pytest.mark.slow
@@ -36,12 +40,7 @@ def test_two_kills_under_torchrun(jobs: Any) -> None:
     """The second while a checkpoint is written."""
     job = jobs(1, 2, 40)
     job.start(0)
-    killer = Killer(job, 0, 2)
-    killer.kill("in a step")
-    killer.kill("saving")
-    assert job.wait(120.0) == [0]
-    assert len(job.starts()) == 3
-    check_job(job, 40)
+    kill_twice(job, 40)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.harness.comparison import training_differences
 from support.harness.end_to_end import plan
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import parallel_model, train
+from support.harness.training_loop import adamw, parallel_model, train
 from support.models.small_models import make
 from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
@@ -135,13 +135,7 @@ def habits_of_peft(model: Any, folder: str, wait: Callable[[], None], merges: bo
             losses.append(model(**batches[0]).item())
 
     def learn() -> None:
-        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-        for batch in batches:
-            loss = model(**batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses.extend(train(model, batches, adamw(1e-2)).losses)
 
     learn()
     with model.disable_adapter():

@@ -4,32 +4,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from e2e.soak import soak_script
 
 SECONDS = float(os.environ.get("AUTOPAR_SOAK", "30"))
-SCRIPT = Path(__file__).with_name("soak_script.py")
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("soak_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("force", ["dp=2,tp=2,zero=3", "pp=2,dp=2"])
 def test_losses_and_memory(force: str, tmp_path: Path) -> None:
     """Below ten minutes most kinds of calls are new, and their programs count as growth: 4 % is allowed; above it 1 %."""
-    soak = script()
-    alone = soak.soak(SECONDS, force, tmp_path)
-    grown = soak.growth(tmp_path, warm=0.25)
+    alone = soak_script.soak(SECONDS, force, tmp_path)
+    grown = soak_script.growth(tmp_path, warm=0.25)
     print(force, alone.following, "steps", alone.worst, max(alone.drift), grown)
     assert alone.worst < 1e-9, "from each checkpoint on"
     assert max(alone.drift) < 1e-9 or alone.following > 2000, "never interrupted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
@@ -54,25 +55,26 @@ class Adapted(nn.Module):
         return self.head(self.first(x).relu()).square().mean()
 
 
-def evaluate_merged(degrees: str) -> None:
+def in_turns(kind: type[nn.Module], degrees: str) -> tuple[nn.Module, Any, list[Tensor]]:
+    """A model, plain and parallel, after training, evaluation and training, alike in each; and their last losses."""
     torch.manual_seed(0)
-    plain = Adapted().double().train()
-    x = torch.randn(8, 8, dtype=torch.float64)
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False)
-    for mode in (True, False, True):
-        losses = [model.train(mode)(x).detach() for model in (plain, parallel)]
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=1e-11)
-
-
-def train_and_evaluate(degrees: str) -> None:
-    torch.manual_seed(0)
-    plain = Detector().double().train()
+    plain = kind().double().train()
     x = torch.randn(8, 8, dtype=torch.float64)
     parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False)
     for mode in (True, False, True):
         losses = [model.train(mode)(x) for model in (plain, parallel)]
         torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-9, atol=1e-11)
-        assert parallel.norm.training == mode and not parallel.frozen.training
+        assert all(parallel.get_submodule(name).training == each.training for name, each in plain.named_modules())
+    return plain, parallel, losses
+
+
+def evaluate_merged(degrees: str) -> None:
+    in_turns(Adapted, degrees)
+
+
+def train_and_evaluate(degrees: str) -> None:
+    plain, parallel, losses = in_turns(Detector, degrees)
+    assert parallel.norm.training and not parallel.frozen.training
     for loss in losses:
         loss.backward()
     same_gradients(parallel, plain)
