@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..compat.dtensor import gathered, local_of, placed_like, replicated
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
+from ..state.optimizer_state import joined_groups
 from .held import HeldState, grouped_names
 from .manifest import Manifest
 
@@ -71,12 +72,8 @@ def _on_cpu(value: Any) -> Any:
 
 def merged(stages: Sequence[Described]) -> Described:
     """Join the states of a pipeline's stages. StateError where their groups differ."""
-    if len({len(each["groups"]) for each in stages}) > 1:
-        raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
-    groups = [
-        {"names": list(dict.fromkeys(name for group in same for name in group["names"])), "options": same[0]["options"]}
-        for same in zip(*(each["groups"] for each in stages), strict=True)
-    ]
+    joined = joined_groups([[group["names"] for group in each["groups"]] for each in stages])
+    groups = [{**group, "names": names} for group, names in zip(stages[0]["groups"], joined, strict=True)]
     state: dict[str, Any] = {}
     for each in stages:
         state = {**each["state"], **state}
@@ -94,9 +91,8 @@ def check_groups(
             f"{which} of the checkpoint has {len(saved['groups'])} groups, this one has {len(optimizer.param_groups)}: give it "
             "the same groups"
         )
-    for number, group in enumerate(saved["groups"]):
-        own = {name for stage in stages for name in stage[number]}
-        other = set(group["names"]) - own if whole else set(group["names"]) ^ own
+    for number, (group, own) in enumerate(zip(saved["groups"], joined_groups(stages), strict=True)):
+        other = set(group["names"]).difference(own) if whole else set(group["names"]).symmetric_difference(own)
         if other:
             raise StateError(
                 f"group {number} of {which} has other parameters than that of the checkpoint ({min(other)}): give it the same "

@@ -46,9 +46,7 @@ def full_optimizer_state(state: State, optimizer: Optimizer, order: Sequence[str
         {name for group in own_groups for name in group} >= state.parameters.keys(),
     )
     stages = state.on_all_stages(described)
-    if len({len(each.groups) for each in stages}) > 1:
-        raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
-    every = [sorted({n for each in stages for n in each.groups[index]}, key=order.index) for index in range(len(own_groups))]
+    every = [sorted(names, key=order.index) for names in joined_groups([each.groups for each in stages])]
     if len(every) == 1 and all(each.covers_all for each in stages):
         every = [list(order)]
     numbers = {name: number for number, name in enumerate(name for group in every for name in group)}
@@ -73,24 +71,20 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping
     groups = saved["param_groups"]
     if len(groups) != len(own_groups):
         raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_groups)}: give it the same groups")
-    stages = state.on_all_stages(own_groups)
     numbers: dict[str, int] = {}
-    for index, group in enumerate(groups):
-        has = sorted({name for each in stages for name in each[index]}, key=order.index)
-        names = list(order) if len(groups) == 1 and len(group["params"]) == len(order) else has
+    for index, (group, names) in enumerate(zip(groups, joined_groups(state.on_all_stages(own_groups)), strict=True)):
+        whole = len(groups) == 1 and len(group["params"]) == len(order)
+        names = list(order) if whole else sorted(names, key=order.index)
         if len(names) != len(group["params"]):
             raise StateError(
                 f"group {index} of the saved optimizer has {len(group['params'])} parameters, this one has {len(names)}: "
                 "give it the same groups"
             )
         numbers |= dict(zip(names, group["params"], strict=True))
-    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    names_of = {id(parameter): name for name, parameter in state.parameters.items()}
+    members = {name for group in own_groups for name in group}
     optimizer.state.clear()
-    for key, parameter in parameters.items():
-        values = saved["state"].get(numbers.get(names_of.get(key, ""), -1))
-        if values:
-            name = names_of[key]
+    for name, parameter in state.parameters.items():
+        if name in members and (values := saved["state"].get(numbers.get(name))):
             optimizer.state[parameter] = {key: _sharded(state, name, parameter, value) for key, value in values.items()}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own.update({key: value for key, value in group.items() if key != "params"})
@@ -122,6 +116,13 @@ def names_by_group(parameters: Mapping[str, torch.Tensor], optimizer: Optimizer)
             )
         groups.append([names[id(parameter)] for parameter in group["params"] if id(parameter) in names])
     return groups
+
+
+def joined_groups(stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Return the names in each group of the optimizers of all stages, once each. StateError where their numbers differ."""
+    if len({len(each) for each in stages}) > 1:
+        raise StateError("the optimizers of the stages have different numbers of groups: give all of them the same groups")
+    return [list(dict.fromkeys(name for names in same for name in names)) for same in zip(*stages, strict=True)]
 
 
 def _by_name(state: State, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
