@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from autopar.errors import AutoparError, FileError
+from autopar.runtime.checkpoint.folder_sync import sync_folder
 
 PART = ".part"
 """The ending of the names of unfinished files."""
@@ -162,13 +163,3 @@ def _is_running(process: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that renames inside of it outlast a loss of power, where the system can do that."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)

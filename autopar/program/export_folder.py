@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import FileError
-from autopar.files import part_of, remove_left_over, sync_folder
+from autopar.files import part_of, remove_left_over
+from autopar.runtime.checkpoint.folder_sync import sync_folder
 
 MARKER = ".autopar-export.json"
 """Lists the files of an export: what a later one may replace."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointProblem, DamagedCheckpoint
+from .folder_sync import sync_folder
 from .manifest import MANIFEST, MOST_ANCESTORS, Manifest
 
 
@@ -117,12 +117,12 @@ def finish(aside: Path, step: int) -> Path:
     """Give the written folder its name, by which it is found from now on; one of that name is replaced."""
     target = aside.parent / folder_name(step)
     old = target.with_name(f"{target.name}.old")
-    sync(aside)
+    sync_folder(aside)
     if target.exists():
         remove(old)
         target.rename(old)
     aside.rename(target)
-    sync(aside.parent)
+    sync_folder(aside.parent)
     remove(old)
     return target
 
@@ -154,16 +154,6 @@ def remove(path: Path) -> None:
 def discard(aside: Path) -> None:
     """Remove a folder that will not be finished."""
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Names in the folder outlast a loss of power, where the system can do that."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def check_step(step: object, keep: object) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.folders import sync
+from ..checkpoint.folder_sync import sync_folder
 from ..checkpoint.tensor_file import write_bytes
 from ..errors import CheckpointProblem
 from .weight_files import INDEX, SINGLE
@@ -85,7 +85,7 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
         index.unlink(missing_ok=True)
     else:
         index.unlink(missing_ok=True)
-        sync(folder)
+        sync_folder(folder)
         for name in files:
             (folder / aside(name)).replace(folder / name)
         index_text = {
@@ -94,13 +94,13 @@ def finish(folder: Path, files: Mapping[str, Sequence[ExportedTensor]]) -> None:
         }
         (folder / aside(INDEX)).unlink(missing_ok=True)  # what a run left that was killed
         write_bytes(folder / aside(INDEX), (json.dumps(index_text, indent=2, sort_keys=True) + "\n").encode())
-        sync(folder)
+        sync_folder(folder)
         (folder / aside(INDEX)).replace(index)
         (folder / SINGLE).unlink(missing_ok=True)
     for path in folder.iterdir():
         if _PART.fullmatch(path.name) and path.name not in files:
             path.unlink()
-    sync(folder)
+    sync_folder(folder)
 
 
 def discard(folder: Path, names: Sequence[str]) -> None:
