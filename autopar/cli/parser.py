@@ -84,11 +84,7 @@ def seconds(text: str) -> float:
 
 def amount(text: str) -> float:
     """A number above 0, as 1e12."""
-    try:
-        value = float(text) if text.isascii() else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e18:
+    if not 0 < (value := _number(text)) <= 1e18:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, as 1e12")
     return value
 
@@ -121,7 +117,10 @@ def _lazy(module: str) -> Callable[[argparse.Namespace, Any], int]:
     return run
 
 
-def _batch_dim(parser: argparse.ArgumentParser) -> None:
+def _inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
+    parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
     said = "where inputs have the batch, all of them or by argument (default: dimension 0, or found)"
     parser.add_argument("--batch-dim", type=batch_dims, metavar="1", help=said)
 
@@ -149,10 +148,7 @@ def constraint(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _planning(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
-    parser.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
-    _batch_dim(parser)
+    _inputs(parser)
     dtypes = "float32 (default), bf16 or fp16 (compute over float32 masters), fp8 (bf16 with linear layers in float8, by torchao)"
     parser.add_argument("--dtype", default=None, help=f"{dtypes} or float64")
     degrees = (
@@ -214,6 +210,11 @@ def build_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_lazy(module))
         return command
 
+    def of_plan(name: str, module: str, help: str) -> argparse.ArgumentParser:
+        command = add(name, module, help)
+        command.add_argument("plan", metavar="plan.json")
+        return command
+
     plan = add("plan", "plan", "search for the best plan and write it down")
     _planning(plan)
     plan.add_argument("--reduce-dtype", metavar="bf16", help="in which gradients are summed over data ranks (default: masters')")
@@ -241,8 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", metavar="plan.json", help="where to write the plan (with --for: the folder of the files)")
     _other_software(add, plan)
 
-    inspect = add("inspect", "inspect", "show what a plan chose, at each level")
-    inspect.add_argument("plan", metavar="plan.json")
+    inspect = of_plan("inspect", "inspect", "show what a plan chose, at each level")
     views = inspect.add_mutually_exclusive_group()
     for view, text in (
         ("ops", "placements of every operation"),
@@ -253,17 +253,15 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         views.add_argument(f"--{view}", dest="view", action="store_const", const=view, help=text)
 
-    explain = add(
+    explain = of_plan(
         "explain", "explain", "why this plan: its bottlenecks, its costliest operations, and what alternatives would cost"
     )
-    explain.add_argument("plan", metavar="plan.json")
     changed = "plan again with fixed degrees, or with nodes=16, memory=160 (GiB) or batch=64, and show the difference"
     explain.add_argument("--what-if", metavar="tp=8", help=changed)
     explain.add_argument("--formulas", action="store_true", help="the formulas of what costs most, with their numbers")
     explain.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of the new search (default 300)")
 
-    report = add("report", "report", "write a page of the plan to look at: one HTML file that needs no network")
-    report.add_argument("plan", metavar="plan.json")
+    report = of_plan("report", "report", "write a page of the plan to look at: one HTML file that needs no network")
     report.add_argument("-o", "--output", default="report.html", metavar="report.html", help="where (default report.html)")
     report.add_argument(
         "--measured", default="", metavar="measured.json",
@@ -274,8 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="plan again with another memory (GiB), nodes, batch or degree, and show what that would take; may be repeated",
     )  # fmt: skip
     report.add_argument("--time-limit", type=seconds, default=300.0, metavar="SECONDS", help="of a new search (default 300)")
-    trace = add("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
-    trace.add_argument("plan", metavar="plan.json")
+    trace = of_plan("trace", "report", "write the simulated step for Perfetto or chrome://tracing")
     trace.add_argument("-o", "--output", default="trace.json", metavar="trace.json", help="where (default trace.json)")
     trace.add_argument(
         "--measured", default="", metavar="measured_trace.json",
@@ -301,16 +298,14 @@ def build_parser() -> argparse.ArgumentParser:
     by_hand.add_argument("--mesh", required=True, metavar="dp=2,tp=2", help="axes and ranks, outermost first; dp is that of data")
 
     doctor = add("doctor", "doctor", "list what is refused, replicated, fixed or slow in a model, before any plan")
-    doctor.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    doctor.add_argument("--batch", type=positive, metavar="N", help="global batch: sequences or samples of one step")
-    doctor.add_argument("--seq", type=positive, metavar="S", help="tokens of a sequence, for models that take tokens")
-    _batch_dim(doctor)
+    _inputs(doctor)
     doctor.add_argument("--data", metavar="file.py:loader", help="a function that returns batches, whose lengths are counted")
     doctor.add_argument("-o", "--output", metavar="lengths.json", help="where to write them, for `autopar plan --lengths`")
     doctor.add_argument("--dtype", default="bf16", help="bf16 (default), float32 or float64: the compute dtype")
 
-    dryrun = add("dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster")
-    dryrun.add_argument("plan", metavar="plan.json")
+    dryrun = of_plan(
+        "dryrun", "dryrun", "run one rank of the plan on fake tensors: peak memory and collectives, without the cluster"
+    )
     dryrun.add_argument("--rank", type=from_zero, default=0, metavar="R", help="which rank of the cluster (default 0)")
 
     dryrun.add_argument(
@@ -319,10 +314,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="on real tensors and the device at hand, while collectives move nothing: computing time and peak memory",
     )
 
-    compare = add(
+    compare = of_plan(
         "compare", "compare", "a measured step beside the predicted one: per stage, block and collective, and what is off"
     )
-    compare.add_argument("plan", metavar="plan.json")
     compare.add_argument(
         "measured", metavar="measured.json", nargs="?",
         help="what parallel.report().save(...) wrote (default: measured.json beside the plan)",
@@ -336,14 +330,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="price each source with constants fitted without it, beside those of its software (takes minutes)",
     )
 
-    export = add("export", "export", "write the program as a folder that needs nothing but torch")
-    export.add_argument("plan", metavar="plan.json")
+    export = of_plan("export", "export", "write the program as a folder that needs nothing but torch")
     export.add_argument("folder", metavar="DIR")
     export.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export in DIR, and only those")
     export.add_argument("--trust", action="store_true", help="run the file.py:factory that the plan names, for initial weights")
 
-    launch = add("launch", "launch", "write the files with which a scheduler starts a program on a plan's cluster")
-    launch.add_argument("plan", metavar="plan.json")
+    launch = of_plan("launch", "launch", "write the files with which a scheduler starts a program on a plan's cluster")
     schedulers = "slurm, kubernetes, kubeflow (PyTorchJob and TrainJob) or skypilot"
     launch.add_argument("--for", dest="scheduler", required=True, metavar="SCHEDULER", help=schedulers)
     launch.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where to write them")
