@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.console import Console, seconds, size
+from autopar.cli.output import end_process
 from autopar.errors import ClusterError
 from autopar.files import check_target, write_whole
 
@@ -193,10 +193,7 @@ def _joined(here: JoinedRank, path: Path, levels: tuple[int, ...], console: Cons
         found = measure_joined(here, wanted, thorough_effort(), tell)
     if found is not None:
         _write(fit_levels(found, date.today().isoformat()), path, time.monotonic() - start, console)
-    # A thread of gloo that lets go of its last tensors while the interpreter ends aborts now and then.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_process(0)
 
 
 def devices() -> int:

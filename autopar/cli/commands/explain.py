@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -64,15 +65,8 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
     step, parts, of_stage = evaluation.step_seconds, parts_of_step(evaluation), stage_words(evaluation)
     console.table(f"The step{of_stage}", ("part", "a step", "share"), [(name, *_share(each, step)) for name, each in parts])
     rest = other_operations(operations[_SHOWN:], breakdown, parts)
-    rows = [_row(cost, step) for cost in ranked["ops"]]
-    rows += [(name, "", "", "-", "-", *_share(each, step)) for name, each in rest]
-    console.table(f"The costliest operations{of_stage}", _HEADER, rows)
-    sent = sum(cost.seconds for cost in collectives)
-    rows = [_row(cost, sent) for cost in ranked["collectives"]]
-    more = other_collectives(collectives[_SHOWN:])
-    rows += [(name, "", "", "-", "-", *_share(each, sent)) for name, each in more]
-    title = f"The costliest collectives{of_stage}: {seconds(sent)}, overlapped or exposed"
-    console.table(title, (*_HEADER[:-1], "of communication"), rows)
+    console.table(f"The costliest operations{of_stage}", _HEADER, _rows(ranked["ops"], rest, step))
+    more = _show_collectives(f"The costliest collectives{of_stage}", collectives, _SHOWN, console)
     offloads = offload_rows(graph, breakdown)
     if offloads:
         rows = [(each.what, each.where, size(each.full_bytes), each.times, *_share(each.seconds, step)) for each in offloads]
@@ -80,11 +74,11 @@ def _explain(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Cons
         exposed = f"{seconds(evaluation.host_stall_seconds)} of saved tensors' copies are exposed"
         console.table(f"Copies to host memory and back{of_stage}: {exposed}, others run beside the step", header, rows)
     tried = evaluate_changes(graph, candidate, cluster, plan.document.optimizer)
-    rows = [
+    changes = [
         (c.name, seconds(c.step_seconds), f"{c.step_seconds / step - 1:+.1%}", *_memory(c.peak_memory_bytes, c.fits))
         for c in tried
     ]
-    console.table("One change, all else equal", ("change", "step", "difference", "peak memory", "fits"), rows)
+    console.table("One change, all else equal", ("change", "step", "difference", "peak memory", "fits"), changes)
     others = _baselines(plan, cluster, evaluation, console)
     console.document(
         {
@@ -115,8 +109,18 @@ def _formulas(plan: Plan, cluster: Cluster, evaluation: Evaluation, console: Con
     console.document([{**_json(cost, step), "formulas": texts} for (cost, _), texts in zip(each, formulas, strict=True)])
 
 
-def _row(cost: CostRow, step: float) -> tuple[Any, ...]:
-    return cost.what, cost.where, cost.source, cost.axis or "-", cost.times, *_share(cost.seconds, step)
+def _show_collectives(title: str, every: Sequence[CostRow], count: int, console: Console) -> list[tuple[str, float]]:
+    """Print the table of so many collectives, and return the row of the others."""
+    sent, more = sum(cost.seconds for cost in every), other_collectives(every[count:])
+    header = (*_HEADER[:-1], "of communication")
+    console.table(f"{title}: {seconds(sent)}, overlapped or exposed", header, _rows(every[:count], more, sent))
+    return more
+
+
+def _rows(costs: Sequence[CostRow], rest: Sequence[tuple[str, float]], whole: float) -> list[tuple[Any, ...]]:
+    """The rows of costs, and those of the rest, with their shares of the whole."""
+    rows = [(x.what, x.where, x.source, x.axis or "-", x.times, *_share(x.seconds, whole)) for x in costs]
+    return [*rows, *((name, "", "", "-", "-", *_share(each, whole)) for name, each in rest)]
 
 
 def _share(value: float, whole: float) -> tuple[str, str]:
@@ -150,17 +154,13 @@ def _what_if(plan: Plan, cluster: Cluster, before: Evaluation, arguments: argpar
     console.table(f"What if {arguments.what_if}", ("", "this plan", "then"), differences)
     breakdown = cost_breakdown(found.graph, found.candidate, changed, options.optimizer, found.evaluation.bottleneck)
     collectives = collective_rows(found.graph, breakdown)
-    step, sent = found.evaluation.step_seconds, sum(cost.seconds for cost in collectives)
-    rows = [_row(cost, sent) for cost in collectives[:5]]
-    rows += [(name, "", "", "-", "-", *_share(each, sent)) for name, each in other_collectives(collectives[5:])]
-    title = f"Its costliest collectives{stage_words(found.evaluation)}: {seconds(sent)}, overlapped or exposed"
-    console.table(title, (*_HEADER[:-1], "of communication"), rows)
+    _show_collectives(f"Its costliest collectives{stage_words(found.evaluation)}", collectives, 5, console)
     console.document(
         {
             "what_if": arguments.what_if,
             "before": {"step_seconds": before.step_seconds, "peak_memory_bytes": before.peak_memory_bytes},
             "after": {
-                "step_seconds": step,
+                "step_seconds": found.evaluation.step_seconds,
                 "peak_memory_bytes": found.evaluation.peak_memory_bytes,
                 "mesh": str(found.candidate.mesh),
                 "status": str(found.status),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import date
@@ -16,6 +15,7 @@ import torch
 
 from autopar.cli.commands.plan import options_of, precision_asked
 from autopar.cli.console import Console, seconds
+from autopar.cli.output import end_process
 from autopar.errors import AutoparError, ClusterError
 from autopar.files import check_target
 from autopar.ir.describe import describe
@@ -42,16 +42,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     except _SharedError as error:
         if os.environ["RANK"] == "0":
             raise error.reason from None
-        _end(error.reason.exit_status)
-    _end(0)
-    return 0
-
-
-def _end(status: int) -> None:
-    """End the process at once: gloo's threads abort now and then while the interpreter ends."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        end_process(error.reason.exit_status)
+    end_process(0)
 
 
 class _SharedError(Exception):
@@ -84,9 +76,7 @@ def _tune(arguments: argparse.Namespace, console: Console) -> None:
     rank, path = int(os.environ["RANK"]), cluster_file(arguments.cluster, arguments.output)
     loaded, cluster = _on_all_ranks(lambda: _prepare(arguments, path if rank == 0 else None))
     plans = _on_all_ranks(lambda: _agreed_plans(arguments, loaded, cluster, console))
-    raced = _on_all_ranks(
-        lambda: race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps)
-    )
+    raced = _on_all_ranks(lambda: race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps))
     if rank == 0:
         best, lesson = fastest(raced), learn(raced)
         best.plan.save(arguments.output)
