@@ -8,13 +8,10 @@ import pytest
 from support.models.handwritten_blocks import gpt2_graph
 from support.models.solver_graphs import drawn_graph
 from support.oracles.brute_force import Exhaustion
-from support.plans.drawn_candidates import drawn_candidate
-from support.plans.drawn_recomputation import with_replays
+from support.plans.drawn_recomputation import drawn_above_bounds
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
@@ -47,20 +44,7 @@ def test_no_drawn_plan_is_below_the_bound(text: str, memory_bytes: int) -> None:
     """Plans drawn from the rules by a seed, with every state sharding, micro-batches, and recomputation."""
     graph, cluster = small(), cluster_of(text, memory_bytes)
     result = search(graph, cluster, SearchOptions())
-    points = {each.point: each for each in result.solutions if each.point.stages == 1}
-    fitting = 0
-    for at, point in points.items():
-        for seed in range(6):
-            zero = seed % 4 if at.mesh.size_of(DATA_AXIS) > 1 else 0
-            drawn = drawn_candidate(graph, at.mesh, seed, zero=zero, wild=0.3 * (seed % 2))
-            drawn = with_replays(graph, drawn, seed, offload=0.0) if seed > 1 else drawn
-            found = evaluate(graph, replace(drawn, micro_batches=at.micro_batches, zero_group=at.zero_group), cluster)
-            if found.fits:
-                fitting += 1
-                assert point.status is not Status.INFEASIBLE
-                assert found.step_seconds >= point.bound_seconds * (1 - 1e-6)
-                assert found.step_seconds >= result.lower_bound_seconds * (1 - 1e-6)
-    assert fitting >= 8
+    assert drawn_above_bounds(graph, cluster, result, seeds=6) >= 8
 
 
 @pytest.mark.parametrize(("text", "memory_bytes"), [("dgx-h100:1", TIGHT)])

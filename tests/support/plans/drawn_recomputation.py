@@ -8,12 +8,17 @@ from random import Random
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import RecomputePlan, overwritten_values, with_least_recompute
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.ir.graph import Block, Graph
+from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, Conversion
+from autopar.solve.ilp.solver import Status
+from autopar.solve.result import PlanResult
+from support.plans.drawn_candidates import drawn_candidate
 
 
 def with_replays(graph: Graph, candidate: Candidate, seed: int, share: float = 0.5, offload: float = 0.1) -> Candidate:
@@ -86,3 +91,21 @@ def _states(
     for node in block.nodes:
         if node.name not in nodes:
             yield from ((value.name, where) for value, where in zip(node.outputs, results[node.name], strict=True))
+
+
+def drawn_above_bounds(graph: Graph, cluster: Cluster, result: PlanResult, seeds: int) -> int:
+    """The number of plans that fit, of those drawn at each point of a search. AssertionError where one is below a bound of it."""
+    fitting = 0
+    for point in result.solutions:
+        at = point.point
+        for seed in range(seeds) if at.stages == 1 else ():
+            zero = seed % 4 if at.mesh.size_of(DATA_AXIS) > 1 else 0
+            drawn = drawn_candidate(graph, at.mesh, seed, zero=zero, wild=0.3 * (seed % 2))
+            drawn = with_replays(graph, drawn, seed, offload=0.0) if seed > 1 else drawn
+            found = evaluate(graph, replace(drawn, micro_batches=at.micro_batches, zero_group=at.zero_group), cluster)
+            if found.fits:
+                fitting += 1
+                assert point.status is not Status.INFEASIBLE
+                assert found.step_seconds >= point.bound_seconds * (1 - 1e-6)
+                assert found.step_seconds >= result.lower_bound_seconds * (1 - 1e-6)
+    return fitting
