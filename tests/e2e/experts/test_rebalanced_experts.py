@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from support.harness.comparison import different_numbers, different_tensors
 from support.harness.end_to_end import Prepared, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.training_loop import graph_state, parallel_model
+from support.harness.training_loop import full_gradients, graph_state, parallel_model, train
 from support.models.model_families import GROUPED, families, hugging_face
 from support.models.routed_mlp import RoutedMlp, routed_batch
 from support.models.small_models import make_case, token_batch
@@ -55,17 +55,10 @@ def trained_alone(model: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]
     """The losses, the gradients of each step, and the states at the end, of one process."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, gradients = [], []
+    gradients: list[dict[str, Tensor]] = []
     with LiftCasts():
-        for batch in batches:
-            output = model(**batch)
-            loss = output if isinstance(output, Tensor) else output.loss
-            loss.backward()
-            losses.append(loss.item())
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-            optimizer.step()
-            optimizer.zero_grad()
-    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+        losses, _, state = train(model, batches, optimizer, after_backward=lambda _: gradients.append(full_gradients(model)))
+    state = {name: state[name] for name, _ in model.named_parameters()}
     return dict(losses=losses, gradients=gradients, state=state, optimizer=optimizer.state_dict())
 
 
@@ -76,19 +69,19 @@ def rebalanced_on_rank(
     """Two steps, the first loads, two steps, the second loads, two steps."""
     parallel = parallel_model(text, state, compile=backend)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    losses, gradients, moved = [], [], []
-    for step, batch in enumerate(batches):
-        if step in (2, 4):
-            moved.append(parallel.rebalance_experts(loads[step // 2 - 1], optimizer, steps=None))
-        loss = parallel(**batch)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append(parallel.full_gradients())
-        optimizer.step()
-        optimizer.zero_grad()
+    gradients: list[dict[str, Tensor]] = []
+    moved = []
+
+    def given() -> Iterator[Mapping[str, Tensor]]:
+        for step, batch in enumerate(batches):
+            if step in (2, 4):
+                moved.append(parallel.rebalance_experts(loads[step // 2 - 1], optimizer, steps=None))
+            yield batch
+
+    losses, _, whole = train(parallel, given(), optimizer, after_backward=lambda _: gradients.append(full_gradients(parallel)))
     if folder:
         parallel.save(folder, optimizer, step=STEPS)
-    found = dict(losses=losses, gradients=gradients, state=parallel.full_state(), moved=moved)
+    found = dict(losses=losses, gradients=gradients, state=whole, moved=moved)
     return found | dict(optimizer=parallel.full_optimizer_state(optimizer))
 
 
