@@ -22,7 +22,7 @@ from autopar.runtime.comm.conversions import AxisOperation, apply_locally, join_
 from autopar.runtime.module import ParameterSpec
 from autopar.runtime.ops import experts, functions, losses, mixtures
 
-Names = Sequence[str]
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class OnRanks:
@@ -97,7 +97,7 @@ def _operate(operation: AxisOperation, pieces: Sequence[Tensor]) -> list[Tensor]
         return [whole] * size if operation.kind == "gather" else list(split_shards(whole, operation.to, operation.to_parts, size))
     if operation.kind in ("all_reduce", "reduce_scatter"):
         stacked = torch.stack(list(pieces))
-        whole = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[operation.op]
+        whole = REDUCTIONS[operation.op](stacked, 0)
         return (
             [whole] * size if operation.kind == "all_reduce" else list(split_shards(whole, operation.dim, operation.parts, size))
         )
@@ -134,39 +134,36 @@ def _in_groups(axis: LockstepAxis, run: Callable[[list[Any]], Sequence[Any]], va
     return OnRanks(out)
 
 
-def _embedding_sharded(ids: Any, weight: Any, axis: LockstepAxis, padding_idx: int | None = None) -> OnRanks:
-    def run(group: list[Any]) -> list[Tensor]:
-        places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
-        return [functions.embedding_sharded(*each, place, padding_idx) for each, place in zip(group, places, strict=True)]  # type: ignore[arg-type]
+def _with_places(function: Callable[..., Tensor], axis: LockstepAxis, values: Sequence[Any]) -> OnRanks:
+    """A function that asks for the place of its rank on the axis."""
+    places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
+    return _in_groups(axis, lambda group: [function(place, *each) for each, place in zip(group, places, strict=True)], values)
 
-    return _in_groups(axis, run, (ids, weight))
+
+def _embedding_sharded(ids: Any, weight: Any, axis: LockstepAxis, padding_idx: int | None = None) -> OnRanks:
+    return _with_places(lambda place, *own: functions.embedding_sharded(*own, place, padding_idx), axis, (ids, weight))
+
+
+def _of_whole(function: Callable[..., Tensor], axis: LockstepAxis, logits: Any, *others: Any) -> OnRanks:
+    """A function of all logits of the group; each rank gets the gradient of its own, from a result that is equal on all."""
+
+    def run(group: list[Any]) -> list[Tensor]:
+        found = function(torch.cat([each[0] for each in group], -1), *group[0][1:])
+        return list(_Conversion.apply("P -> I", *([found / axis.size] * axis.size)))
+
+    return _in_groups(axis, run, (logits, *others))
 
 
 def _cross_entropy_sharded(logits: Any, target: Any, ignore: int, smoothing: float, axis: LockstepAxis) -> OnRanks:
-    """All logits of the group; each rank gets the gradient of its own, from a loss that is equal on all."""
-
-    def run(group: list[Any]) -> list[Tensor]:
-        whole = torch.cat([each[0] for each in group], -1)
-        loss = losses.cross_entropy_sum(whole, group[0][1], ignore, smoothing)
-        return list(_Conversion.apply("P -> I", *([loss / axis.size] * axis.size)))
-
-    return _in_groups(axis, run, (logits, target))
+    return _of_whole(lambda whole, own: losses.cross_entropy_sum(whole, own, ignore, smoothing), axis, logits, target)
 
 
 def _logsumexp_sharded(x: Any, dims: Any, keepdim: bool = False, *, axis: LockstepAxis) -> OnRanks:
-    def run(group: list[Any]) -> list[Tensor]:
-        found = torch.cat([each[0] for each in group], -1).logsumexp(-1, keepdim)
-        return list(_Conversion.apply("P -> I", *([found / axis.size] * axis.size)))
-
-    return _in_groups(axis, run, (x,))
+    return _of_whole(lambda whole: whole.logsumexp(-1, keepdim), axis, x)
 
 
 def _token_log_probs_sharded(logits: Any, index: Any, axis: LockstepAxis) -> OnRanks:
-    def run(group: list[Any]) -> list[Tensor]:
-        found = losses.token_log_probs(torch.cat([each[0] for each in group], -1), group[0][1])
-        return list(_Conversion.apply("P -> I", *([found / axis.size] * axis.size)))
-
-    return _in_groups(axis, run, (logits, index))
+    return _of_whole(losses.token_log_probs, axis, logits, index)
 
 
 def _attention(dim: int, keys: bool) -> Callable[..., OnRanks]:
@@ -195,14 +192,7 @@ def _attention(dim: int, keys: bool) -> Callable[..., OnRanks]:
 
 def _owned(*args: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
     """Each rank computes the copies of its own experts."""
-
-    def run(group: list[Any]) -> list[Tensor]:
-        places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
-        return [
-            mixtures.moe_experts_owned(*each, axis=place, **options) for each, place in zip(group, places, strict=True)
-        ]  # type: ignore[arg-type]
-
-    return _in_groups(axis, run, args)
+    return _with_places(lambda place, *own: mixtures.moe_experts_owned(*own, axis=place, **options), axis, args)
 
 
 def _dispatched(x: Any, ids: Any, weights: Any, *matrices: Any, axis: LockstepAxis, **options: Any) -> OnRanks:
@@ -343,9 +333,8 @@ def run_in_lockstep(
     ]
     ops: dict[str, str] = getattr(kind, "totals", {})
     counted = [program.count(**each) for each in micro] if ops else []
-    reduce = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
     totals = {
-        name: OnRanks([reduce[op](torch.stack([each[name].parts[r] for each in counted])) for r in range(len(ranks))])
+        name: OnRanks([REDUCTIONS[op](torch.stack([each[name].parts[r] for each in counted]), 0) for r in range(len(ranks))])
         for name, op in ops.items()
     }
     losses = [0.0] * len(ranks)
