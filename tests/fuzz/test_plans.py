@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzzing.attempts import attempt, examples
+from support.fuzzing.attempts import attempt, check_seeds, examples
 from support.fuzzing.one_line import answer
 from support.plans.mutations import SHAPE_CHANGES, Place, mutated, part, places, replaced, resealed, shapes
 from support.plans.tiny_plans import CAPTURED, tiny_document
@@ -86,11 +86,7 @@ def test_changed_plans(folder: Path, draw: random.Random) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_changed_plans(folder: Path) -> None:
-    for number in range(10_000):
-        try:
-            check(random.Random(number), folder)
-        except BaseException as error:
-            raise AssertionError(f"number {number}") from error
+    check_seeds(10_000, lambda draw: check(draw, folder))
 
 
 USES = (("inspect", "--program"), ("inspect", "--comm"), ("inspect", "--memory"), ("explain",), ("export",))
@@ -127,11 +123,7 @@ def test_changed_graphs_with_checksums_made_anew(folder: Path, draw: random.Rand
 
 @pytest.mark.slow
 def test_a_thousand_changed_graphs_with_checksums_made_anew(folder: Path) -> None:
-    for number in range(1_000):
-        try:
-            check_resealed(random.Random(number), folder)
-        except BaseException as error:
-            raise AssertionError(f"number {number}") from error
+    check_seeds(1_000, lambda draw: check_resealed(draw, folder))
 
 
 def other(value: Any) -> Any:

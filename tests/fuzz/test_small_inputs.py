@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzzing.attempts import attempt, examples
+from support.fuzzing.attempts import attempt, check_seeds, examples
 from support.plans.mutations import ODD, mutated, places
 
 from autopar.capture.models import bundled_models, load_model
@@ -128,15 +128,8 @@ def test_force_texts(draw: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clusters", "force", "configurations"])
 def test_a_thousand_of_each(folder: Path, kind: str) -> None:
-    for number in range(1000):
-        draw = random.Random(number)
-        try:
-            if kind == "force":
-                check_force(draw)
-            else:
-                (check_cluster if kind == "clusters" else check_configuration)(draw, folder)
-        except BaseException as error:
-            raise AssertionError(f"number {number}") from error
+    of_files = check_cluster if kind == "clusters" else check_configuration
+    check_seeds(1000, check_force if kind == "force" else lambda draw: of_files(draw, folder))
 
 
 def test_configurations(folder: Path) -> None:

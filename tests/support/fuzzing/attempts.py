@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,3 +32,12 @@ def examples(count: int) -> settings:
     """So many examples, the same in every run."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
     return settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=quiet)
+
+
+def check_seeds(count: int, check: Callable[[random.Random], None]) -> None:
+    """So many seeds; an error names its own."""
+    for number in range(count):
+        try:
+            check(random.Random(number))
+        except BaseException as error:
+            raise AssertionError(f"number {number}") from error
