@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.harness.comparison import differences
-from support.harness.end_to_end import prepare
+from support.harness.end_to_end import check_programs, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_pipelines, train_programs
+from support.harness.run_program import train_pipelines
 from support.harness.training_loop import parallel_model
 from support.models.routed_mlp import RoutedMlp
 from support.plans.expert_forms import FORMS, text_of
@@ -39,11 +39,7 @@ def check(name: str, forms: tuple[str, ...], ranks: RankPool) -> None:
     """Programs for all forms, one after another on the same processes."""
     prepared = prepare(name)
     programs = [text_of(prepared, form) for form in forms]
-    results = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=400)
-    for rank in (0, 3):
-        for form, text, found in zip(forms, programs, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, 1e-9)
-            assert not wrong, f"{name}, {form}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, prepared, programs, forms)
 
 
 @pytest.mark.parametrize("name", COVERING)

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare
+from support.harness.end_to_end import Prepared, check_programs, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import Case, train_compiled, train_programs
+from support.harness.run_program import Case, train_compiled
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.forced_plans import forced_plan, with_losses_in_chunks
 from support.plans.mesh import mesh_of
@@ -60,11 +60,7 @@ def test_losses_in_chunks_train_like_one_process(name: str, ranks: RankPool) -> 
     """GPT-2's head is its table of words, BERT's has a bias. Loss, gradients, and parameters after three steps."""
     prepared = prepare(name)
     texts = texts_of(prepared)
-    results = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in texts], timeout=200)
-    for rank in (0, 3):
-        for text, found in zip(texts, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, TOLERANCE)
-            assert not wrong, f"{name}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, prepared, texts)
 
 
 @pytest.mark.parametrize("backend", [SLOW("aot_eager"), SLOW("inductor")])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
-from support.harness.comparison import Outcome, differences
-from support.harness.end_to_end import Prepared, plan, prepare, program
+from support.harness.comparison import Outcome
+from support.harness.end_to_end import Prepared, check_programs, plan, prepare, program
 from support.harness.family_table import FORCE, row, rows
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 from support.models.further_families import DRAWS, REFUSED, further_families
 from support.models.model_families import families
 from support.oracles.sharded_work import never_sharded, not_sharded
@@ -57,13 +57,9 @@ def check(
     expected = Outcome(loss, {key: value for key, value in gradients.items() if key in trained}, trained, buffers)
     assert all(not gradients[key].any() for key in gradients.keys() - trained), "a parameter with a gradient is not in the plan"
     programs = [text(prepared, force, world, exact) for force in forces]
-    given = [(each, prepared.state, prepared.batch) for each in programs]
-    results = ranks.run(train_programs, given, world=world, timeout=400)
-    for rank in (0, world - 1):
-        for force, written, found in zip(forces, programs, results[rank], strict=True):
-            limit = tolerance if exact else ROUNDING.get(name, 1e-5)
-            wrong = differences(found, expected, limit, parameters=exact)
-            assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}\n{written}"
+    limit = tolerance if exact else ROUNDING.get(name, 1e-5)
+    case = replace(prepared, expected=expected)
+    check_programs(ranks, case, programs, forces, world=world, tolerance=limit, parameters=exact)
 
 
 @pytest.mark.parametrize("name", COVERING)

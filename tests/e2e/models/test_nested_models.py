@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.harness.comparison import differences
-from support.harness.end_to_end import plan, prepare_model, program
+from support.harness.end_to_end import check_programs, plan, prepare_model, program
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 from support.models.nested_models import nested_inputs, nested_model
 
 FORCES = {"dp=2,tp=2": {"dp": 2, "tp": 2, "zero": 0}, "dp=2,tp=2,zero=3": {"dp": 2, "tp": 2, "zero": 3}}
@@ -21,8 +19,4 @@ def test_equals_one_process(kind: str, ranks: RankPool) -> None:
     case = prepare_model(kind, model, batch)
     texts = [program(case, plan(case, force)) for force in FORCES.values()]
     assert all("for " in text.partition("def forward")[2] for text in texts)
-    results = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], timeout=120)
-    for rank in (0, 3):
-        for force, text, found in zip(FORCES, texts, results[rank], strict=True):
-            wrong = differences(found, case.expected, 1e-9, parameters=True)
-            assert not wrong, f"{kind}, {force}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, case, texts, FORCES)

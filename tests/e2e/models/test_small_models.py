@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, prepare, program, sharding_wins
+from support.harness.end_to_end import Prepared, check_programs, plan, prepare, program, sharding_wins
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 from support.models.small_models import cases
 
 FORCES: dict[str, dict[str, int]] = {
@@ -55,11 +53,7 @@ def check(name: str, forces: tuple[str, ...], dtype: torch.dtype, ranks: RankPoo
     prepared = prepare(name, dtype)
     exact = dtype is torch.float64
     programs = texts(prepared, forces)
-    results = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=400)
-    for rank in (0, 3):
-        for force, text, found in zip(forces, programs, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, 1e-9 if exact else 1e-5, parameters=exact)
-            assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, prepared, programs, forces, tolerance=1e-9 if exact else 1e-5, parameters=exact)
 
 
 @pytest.mark.parametrize("name", list(cases()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.harness.comparison import differences
-from support.harness.end_to_end import plan, prepare, prepare_model, program
+from support.harness.end_to_end import check_programs, plan, prepare, prepare_model, program
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
@@ -66,11 +66,7 @@ def test_equals_one_process(low: torch.dtype, tolerance: float, ranks: RankPool)
             parameter.data = parameter.data.double()
     case = prepare_model("hard", model, token_batch(8))
     texts = [program(case, plan(case, force)) for force in FORCES.values()]
-    results = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], timeout=120)
-    for rank in (0, 3):
-        for force, text, found in zip(FORCES, texts, results[rank], strict=True):
-            wrong = differences(found, case.expected, tolerance, parameters=low is torch.float64)
-            assert not wrong, f"{force}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, case, texts, FORCES, tolerance=tolerance, parameters=low is torch.float64)
 
 
 class TwoHeads(nn.Module):

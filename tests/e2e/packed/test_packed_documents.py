@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, prepare_model, program, sharding_wins
+from support.harness.end_to_end import Prepared, check_programs, plan, prepare_model, program, sharding_wins
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_compiled, train_programs
+from support.harness.run_program import train_compiled
 from support.models.model_families import GROUPED, families, hugging_face
 from support.models.small_models import VOCABULARY, make, make_case, token_batch
 from support.plans.sequence_sharding import sequence_plan
@@ -52,15 +52,6 @@ def packed(name: str) -> Prepared:
     return prepare_model(name, model, batch, graph, lift=True)
 
 
-def check(ranks: RankPool, name: str, texts: list[str], world: int) -> None:
-    prepared = packed(name)
-    answers = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in texts], world=world, timeout=300)
-    for rank in (0, world - 1):
-        for text, found in zip(texts, answers[rank], strict=True):
-            wrong = differences(found, prepared.expected, 1e-9)
-            assert not wrong, f"{name}, rank {rank}: {wrong[:5]}\n{text}"
-
-
 FURTHER = ("qwen3", "mistral", "gemma3", "mixtral", "deepseek_v3")
 """With normed heads, a sliding window, one in every other layer, experts, and latent attention whose values are narrower."""
 
@@ -69,7 +60,7 @@ FURTHER = ("qwen3", "mistral", "gemma3", "mixtral", "deepseek_v3")
 def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
     prepared = packed(name)
     forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
-    check(ranks, name, [program(prepared, plan(prepared, force)) for force in forces], 4)
+    check_programs(ranks, prepared, [program(prepared, plan(prepared, force)) for force in forces])
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama", 4), pytest.param("mistral", 4, marks=pytest.mark.slow)])
@@ -80,7 +71,7 @@ def test_a_sharded_sequence_equals_one_process(name: str, size: int, ranks: Rank
     texts = [program_text(graph, sequence_plan(graph, size, kind, sharding_wins(size))) for kind in kinds]
     functions = ["attention_documents_ring" if kind == "documents_ring" else "attention_documents" for kind in kinds]
     assert all(f"C.{function}(" in text for function, text in zip(functions, texts, strict=True))
-    check(ranks, name, texts, size)
+    check_programs(ranks, packed(name), texts, world=size)
 
 
 @pytest.mark.slow
@@ -91,7 +82,7 @@ def test_eight_ranks_equal_one_process(name: str, ranks: RankPool) -> None:
     forces: tuple[dict[str, int], ...] = ({"dp": 2, "tp": 4, "zero": 3}, {"dp": 4, "tp": 2, "zero": 2})
     plans = [plan(prepared, force, Cluster.parse("local:8")).candidate for force in forces]
     plans += [sequence_plan(prepared.graph, 4, kind, sharding_wins(8), 2) for kind in ("queries", "documents_ring")]
-    check(ranks, name, [program_text(prepared.graph, each) for each in plans], 8)
+    check_programs(ranks, prepared, [program_text(prepared.graph, each) for each in plans], world=8)
 
 
 def test_a_sharded_sequence_is_proven() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, prepare_model, program
+from support.harness.end_to_end import Prepared, check_programs, plan, prepare_model, program
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -87,9 +85,7 @@ def test_degrees_equal_one_process(name: str, ranks: RankPool) -> None:
     case = prepared(name)
     forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
     texts = [program(case, plan(case, force)) for force in forces]
-    answers = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], world=4, timeout=300)
-    for found in (*answers[0], *answers[3]):
-        assert not (wrong := differences(found, case.expected, 1e-9)), wrong[:5]
+    check_programs(ranks, case, texts)
 
 
 def warned(**given: Tensor) -> list[str]:

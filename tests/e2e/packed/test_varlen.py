@@ -8,10 +8,8 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, plan, prepare_model, program, sharding_wins
+from support.harness.end_to_end import Prepared, check_programs, plan, prepare_model, program, sharding_wins
 from support.harness.rank_pool import RankError, RankPool
-from support.harness.run_program import train_programs
 from support.models.varlen_models import VarlenModel, packed_tokens
 from support.plans.sequence_sharding import sequence_plan
 
@@ -41,14 +39,6 @@ def prepared(form: str, kind: str = "causal") -> Prepared:
         return prepare_model(f"{form}, {kind}", model, batch, graph, lift=True)
 
 
-def check(ranks: RankPool, case: Prepared, texts: list[str], world: int = 4) -> None:
-    answers = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], world=world, timeout=300)
-    for rank in (0, world - 1):
-        for text, found in zip(texts, answers[rank], strict=True):
-            wrong = differences(found, case.expected, 1e-9)
-            assert not wrong, f"{case.name}, rank {rank}: {wrong[:5]}\n{text}"
-
-
 SLOW = [pytest.param("rows", kind, marks=pytest.mark.slow) for kind in ("window", "whole")]
 
 
@@ -56,7 +46,7 @@ SLOW = [pytest.param("rows", kind, marks=pytest.mark.slow) for kind in ("window"
 def test_degrees_equal_one_process(form: str, kind: str, ranks: RankPool) -> None:
     forces: tuple[dict[str, int], ...] = ({"dp": 4, "zero": 3}, {"tp": 4}, {"dp": 2, "tp": 2, "zero": 2})
     case = prepared(form, kind)
-    check(ranks, case, [program(case, plan(case, force)) for force in forces])
+    check_programs(ranks, case, [program(case, plan(case, force)) for force in forces])
 
 
 @pytest.mark.parametrize("form", [pytest.param("rows", marks=pytest.mark.slow), "one row"])
@@ -65,7 +55,7 @@ def test_a_sharded_sequence_equals_one_process(form: str, ranks: RankPool) -> No
     case = prepared(form)
     for size, kinds in ((2, ("exchange", "queries", "documents_ring")), (4, ("queries", "documents_ring"))):
         texts = [program_text(case.graph, sequence_plan(case.graph, size, kind, sharding_wins(size))) for kind in kinds]
-        check(ranks, case, texts, size)
+        check_programs(ranks, case, texts, world=size)
 
 
 def calls(force: str) -> tuple[list[str], list[tuple[float, float]]]:

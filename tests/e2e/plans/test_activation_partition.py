@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from e2e.plans.test_saved_for_backward import TOKEN_BYTES, held, settled
-from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare
+from support.harness.end_to_end import Prepared, check_programs, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
 from support.oracles.live_storages import Storages
 from support.plans.drawn_candidates import drawn_candidate
@@ -63,11 +61,7 @@ def test_trains_like_one_process(name: str, ranks: RankPool) -> None:
     ]
     texts = [program_text(prepared.graph, each) for each in plans]
     assert all("recompute.partition(" in text for text in texts)
-    results = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in texts], timeout=200)
-    for rank in (0, 3):
-        for text, found in zip(texts, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, 1e-9)
-            assert not wrong, f"rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, prepared, texts)
 
 
 def expected_bytes(prepared: Prepared, candidate: Candidate, plan: BlockPlan) -> tuple[float, float]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.harness.comparison import differences
-from support.harness.end_to_end import prepare, program
+from support.harness.end_to_end import check_programs, prepare, program
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
@@ -27,11 +25,7 @@ def test_equals_one_process(name: str, value: str, ranks: RankPool) -> None:
         result = search(prepared.graph, Cluster.parse("local:4"), options)
         programs.append(program(prepared, result))
         assert "ep" in programs[-1]
-    found = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=300)
-    for rank in (0, 3):
-        for force, outcome in zip(FORCES, found[rank], strict=True):
-            wrong = differences(outcome, prepared.expected, 1e-9)
-            assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}"
+    check_programs(ranks, prepared, programs, FORCES)
 
 
 def test_refused_for_a_batch_that_does_not_divide() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare
+from support.harness.end_to_end import Prepared, check_programs, prepare
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.harness.training_loop import parallel_model
@@ -49,11 +49,7 @@ def test_equals_one_process(name: str, ranks: RankPool) -> None:
               (3, 2, dict(dp=2, tp=2)), (0, 4, dict(dp=1, tp=4))]  # fmt: skip
     wanted = wanted[2:5] if name in ("llama", "vit") else wanted
     texts = [text(name, zero, many, **axes) for zero, many, axes in wanted]
-    results = ranks.run(train_programs, [(each, prepared.state, prepared.batch) for each in texts], timeout=400)
-    for rank in (0, 3):
-        for case, program, found in zip(wanted, texts, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, TOLERANCE)
-            assert not wrong, f"{name}, {case}, rank {rank}: {wrong[:5]}\n{program}"
+    check_programs(ranks, prepared, texts, wanted)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from support.harness.comparison import differences
-from support.harness.end_to_end import prepare
+from support.harness.end_to_end import check_programs, prepare
 from support.harness.rank_pool import RankPool
-from support.harness.run_program import train_programs
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Precision
@@ -35,8 +33,4 @@ def test_equals_one_process(ranks: RankPool) -> None:
         result = search(prepared.graph, Cluster.parse("local:4"), options)
         assert why_disobeyed_pins(result.graph, result.candidate, pins) == ""
         programs.append(program_text(result.graph, result.candidate))
-    found = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in programs], timeout=300)
-    for rank in (0, 3):
-        for (force, _), outcome in zip(PLANS, found[rank], strict=True):
-            wrong = differences(outcome, prepared.expected, 1e-9)
-            assert not wrong, f"{force}, rank {rank}: {wrong[:5]}"
+    check_programs(ranks, prepared, programs, [force for force, _ in PLANS])

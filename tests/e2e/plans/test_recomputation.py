@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare, prepare_dropout
+from support.harness.end_to_end import Prepared, check_programs, prepare, prepare_dropout
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs
 from support.plans.drawn_candidates import drawn_candidate
@@ -41,11 +41,7 @@ def test_recompute_and_offload_train_like_one_process(name: str, ranks: RankPool
     cases = {"gpt2": cases[3::2], "llama": cases[1::4], "vit": cases[2::4]}.get(name, cases)
     texts = [program_text(prepared.graph, drawn(prepared, seed, *case)) for seed, case in enumerate(cases)]
     assert all("recompute(" in text for text in texts) and "recompute.offload(" in "".join(texts)
-    results = ranks.run(train_programs, [(text, prepared.state, prepared.batch) for text in texts], timeout=400)
-    for rank in (0, 3):
-        for case, text, found in zip(cases, texts, results[rank], strict=True):
-            wrong = differences(found, prepared.expected, TOLERANCE)
-            assert not wrong, f"{name}, {case}, rank {rank}: {wrong[:5]}\n{text}"
+    check_programs(ranks, prepared, texts, cases)
 
 
 @pytest.mark.parametrize("axes", [SLOW(MESHES[0]), SLOW(MESHES[1]), MESHES[2]], ids=str)

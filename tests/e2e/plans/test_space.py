@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.harness.comparison import differences
-from support.harness.end_to_end import Prepared, prepare_model
+from support.harness.end_to_end import Prepared, check_programs, prepare_model
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs, train_steps
@@ -51,11 +51,7 @@ def test_equals_one_process(name: str, ranks: RankPool) -> None:
     for force in FORCES.values():
         texts.append(program_text(model.graph, cut(name, force).candidate))
         assert "convolution_halo(" in texts[-1]
-    found = ranks.run(train_programs, [(text, model.state, model.batch) for text in texts], timeout=300)
-    for rank in (0, 3):
-        for force, outcome in zip(FORCES, found[rank], strict=True):
-            wrong = differences(outcome, model.expected, 1e-9)
-            assert not wrong, f"{name}, {force}, rank {rank}: {wrong[:5]}"
+    check_programs(ranks, model, texts, FORCES)
 
 
 def test_exported_folder_equals_one_process(tmp_path: Path, ranks: RankPool) -> None:

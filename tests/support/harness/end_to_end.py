@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +19,9 @@ from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.verification.lift import LiftCasts, lift_casts
-from support.harness.comparison import Outcome
+from support.harness.comparison import Outcome, differences
+from support.harness.rank_pool import RankPool
+from support.harness.run_program import train_programs
 from support.harness.training_loop import STEPS, graph_state, train
 from support.models.further_families import further_families
 from support.models.model_families import families
@@ -96,3 +99,15 @@ def plan(prepared: Prepared, force: dict[str, int], cluster: Cluster | None = No
 def program(prepared: Prepared, result: PlanResult) -> str:
     """The text that ranks run."""
     return program_text(prepared.graph, result.candidate)
+
+
+def check_programs(
+    ranks: RankPool, case: Prepared, texts: Sequence[str], names: Iterable[object] = (), *, world: int = 4,
+    tolerance: float = 1e-9, parameters: bool = True,
+) -> None:  # fmt: skip
+    """Each program trains as one process does, by the first rank and the last; `names` are what an error calls them."""
+    answers = ranks.run(train_programs, [(text, case.state, case.batch) for text in texts], world=world, timeout=400)
+    for rank in (0, world - 1):
+        for name, text, found in zip(list(names) or range(len(texts)), texts, answers[rank], strict=True):
+            wrong = differences(found, case.expected, tolerance, parameters)
+            assert not wrong, f"{case.name}, {name}, rank {rank}: {wrong[:5]}\n{text}"
