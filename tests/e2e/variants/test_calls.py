@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import step_alike
+from support.harness.comparison import same_state, step_alike
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -132,9 +132,7 @@ def batch_norm_in_both_modes(force: str) -> None:
             if isinstance(module, nn.BatchNorm1d):
                 module.eval()
     pair.step(*batch(8, 12))
-    held = pair.parallel.full_state()
-    for name, tensor in pair.plain.state_dict().items():
-        torch.testing.assert_close(held[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+    same_state(pair.parallel, pair.plain)
 
 
 def captured_in_evaluation(force: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import same_gradients, same_state
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -39,9 +39,7 @@ def criterion(force: str) -> None:
             assert type(result) is Tensor and result.shape == (size, 5)
             (loss_of(result, target) + 0.01 * result.square().mean()).backward()
             optimizer.step()
-    held = parallel.full_state()
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(held[name], tensor, rtol=1e-9, atol=1e-11)
+    same_state(parallel, plain)
 
 
 def adversarial(force: str) -> None:

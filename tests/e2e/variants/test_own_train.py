@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import same_gradients, same_state
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
@@ -78,8 +78,7 @@ def train_and_evaluate(degrees: str) -> None:
     for loss in losses:
         loss.backward()
     same_gradients(parallel, plain)
-    for name, value in plain.state_dict().items():
-        assert torch.allclose(parallel.full_state()[name], value, rtol=1e-9, atol=1e-11), name
+    same_state(parallel, plain)
 
 
 def test_train_after_an_evaluation(ranks: RankPool) -> None:

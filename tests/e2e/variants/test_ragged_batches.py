@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import same_gradients, step_alike
+from support.harness.comparison import same_gradients, same_state, step_alike
 from support.harness.rank_pool import RankPool
 from support.models.routed_mlp import RoutedMlp
 from torch import Tensor, nn
@@ -105,9 +105,7 @@ def trains(force: str, model: Callable[[], nn.Module], batch: Callable[..., dict
         dp = parallel.program.mesh.dp.size
         if size % dp and uneven:
             assert shares_of_last_call(parallel) == shares_of(size, dp), size
-    held = parallel.full_state()
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(held[name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+    same_state(parallel, plain, rtol=1e-8, atol=1e-10)
     return parallel, plain
 
 

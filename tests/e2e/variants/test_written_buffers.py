@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import same_gradients, same_state
 from support.harness.rank_pool import RankPool
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.mesh import mesh_of
@@ -135,9 +135,7 @@ def train_all(degrees: str) -> None:
             for _, optimizer in pairs:
                 optimizer.step()
                 optimizer.zero_grad()
-            found = parallel.full_state()
-            for key, value in plain.state_dict().items():
-                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=f"{name}, {key}")
+            same_state(parallel, plain)
 
 
 @pytest.mark.parametrize("force", ["dp=2,zero=0", "tp=2,dp=1"])

@@ -111,6 +111,13 @@ def same_gradients(parallel: Any, plain: nn.Module) -> None:
     plain.zero_grad()
 
 
+def same_state(parallel: Any, plain: nn.Module, rtol: float = 1e-9, atol: float = 1e-11) -> None:
+    """AssertionError where a parameter or buffer differs. All ranks must call."""
+    found = parallel.full_state()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
+
+
 def same_report(found: Any, expected: Any, floor: float = 1e-8, where: str = "") -> None:
     """AssertionError where what two scripts report differs: numbers by more than 1e-5; sums of weights and moments by more than
     1e-4, since Adam's first steps enlarge the rounding of tiny gradients."""
