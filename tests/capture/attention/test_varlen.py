@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.varlen_models import Documents, VarlenModel, packed_tokens
-from support.oracles.interpret_graph import loss_and_gradients
+from support.oracles.interpret_graph import check_captured
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -41,14 +41,7 @@ def test_equals_one_document_at_a_time(form: str, window: tuple[int, int]) -> No
     batch = packed_tokens(ROWS if form == "rows" else (5, 43, 0, 36), FORMS[form])
     graph = capture(model, (), batch)
     assert within_documents(graph) == [each for each in (WINDOWS[window],) if each != "mask"]
-    with VarlenAttention(one_at_a_time):
-        expected = model(**batch)
-    expected.backward()
-    state = {name: x.detach() for name, x in model.named_parameters()}
-    loss, gradients = loss_and_gradients(graph, state, batch)
-    assert loss == pytest.approx(expected.item(), rel=1e-12)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    check_captured(graph, model, batch, eager=VarlenAttention(one_at_a_time))
 
 
 def test_what_the_kernel_takes_may_be_a_tuple() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.oracles.interpret_graph import loss_and_gradients
+from support.oracles.interpret_graph import check_captured
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -57,13 +57,7 @@ EQUAL = (inner_step, gradient_of_function, complex_numbers)
 def test_equals_eager(body: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Net(body).double(), torch.randn(6, 4, dtype=torch.float64)
-    expected = model(x)
-    expected.backward()
-    state = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    loss, gradients = loss_and_gradients(capture(model, (x,)), state, {"x": x})
-    assert loss == pytest.approx(expected.item(), rel=1e-9)
-    for key, parameter in model.inner.named_parameters():
-        torch.testing.assert_close(gradients[f"inner.{key}"], parameter.grad, rtol=1e-7, atol=1e-9)
+    check_captured(capture(model, (x,)), model, {"x": x}, loss_rtol=1e-9, rtol=1e-7, atol=1e-9)
 
 
 def penalty(deep: Deep, f: nn.Module, x: Tensor) -> Tensor:

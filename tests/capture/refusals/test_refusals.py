@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracles.interpret_graph import loss_and_gradients
+from support.oracles.interpret_graph import check_captured
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -198,13 +198,7 @@ EQUAL: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 def test_equals_eager(name: str) -> None:
     torch.manual_seed(0)
     model, x = Net(EQUAL[name]).double(), torch.randn(6, 4, dtype=torch.float64)
-    expected = model(x)
-    expected.backward()
-    state = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    loss, gradients = loss_and_gradients(capture(model, (x,)), state, {"x": x})
-    assert loss == pytest.approx(expected.item(), rel=1e-7)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-6, atol=1e-9)
+    check_captured(capture(model, (x,)), model, {"x": x}, loss_rtol=1e-7, rtol=1e-6, atol=1e-9)
 
 
 def test_no_grad_keeps_its_line() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
+import pytest
 import torch
+from torch import nn
 
 from autopar.ir.dims import shape_at
 from autopar.ir.graph import Block, Graph
@@ -82,3 +85,18 @@ def loss_and_gradients(
     loss = run_graph(graph, leaves, batch)
     loss.backward()
     return loss.item(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def check_captured(
+    graph: Graph, model: nn.Module, batch: Mapping[str, torch.Tensor], *, loss_rtol: float = 1e-12, rtol: float = 1e-9,
+    atol: float = 1e-12, eager: AbstractContextManager[object] | None = None,
+) -> None:  # fmt: skip
+    """The graph gives the loss and the gradients of the model, which runs under `eager`."""
+    state = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    loss, gradients = loss_and_gradients(graph, state, batch)
+    with eager or nullcontext():
+        expected = model(**batch)
+        expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=loss_rtol)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients.get(name), parameter.grad, rtol=rtol, atol=atol, msg=name)
