@@ -40,8 +40,7 @@ def dry(path: str) -> DryRun:
 
 @pytest.mark.parametrize("force", ["dp=8,zero=0", "dp=4,tp=2,zero=1"])
 def test_state_is_the_predicted_one_and_the_peak_no_more(force: str, ranks: RankPool, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         plan = autopar.plan(Words(), "dgx-h100:1", {"ids": torch.zeros(16, 32, dtype=torch.int64)}, force=force, optimizer="muon")
     predicted = evaluate(plan.graph, plan.candidate, Cluster.parse("dgx-h100:1"), "muon").stage_memory[0]
     plan.save(str(tmp_path / "plan.json"))

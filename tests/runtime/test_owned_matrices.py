@@ -64,8 +64,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range = ran
 
 
 def parallel_of(force: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return autopar.parallelize(Layers(), "local:4", inputs(0), force=force)
 
 

@@ -28,8 +28,7 @@ class Closes(nn.Module):
 
 
 def _normed() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 4)), nn.Flatten())
     model(torch.randn(2, 4))  # its weight is now a tensor that autograd made
     return model

@@ -30,8 +30,7 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
         return _measure(plan, arguments.rank, console)
     console.progress(f"running rank {arguments.rank} of {plan.candidate.devices} on fake tensors, three steps")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = dry_run(plan, arguments.rank)
     memory, peak = _predicted(plan, arguments.rank)
     unseen = memory.get("base", 0) + memory.get("slack", 0)
@@ -63,8 +62,7 @@ def _measure(plan: Plan, rank: int, console: Console) -> int:
 
     console.progress(f"running rank {rank} of {plan.candidate.devices} on real tensors, seven steps; collectives move nothing")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = measure_rank(plan, rank, threads=_threads())
     console.text(f"Rank {rank} on {found.device}, of pipeline stage {found.stage}; what it waits for is left out")
     rows = compare_with_plan(plan, found)

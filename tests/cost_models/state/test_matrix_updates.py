@@ -86,8 +86,7 @@ class Layers(nn.Module):
 def test_a_plan_is_priced_and_bounded_with_it(force: str) -> None:
     """The evaluator adds the products and the exchange of all matrices over the ranks of a stage; the bound is none above it."""
     cluster, example = Cluster.parse("local:4"), {"x": torch.randn(8, 256)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         plan = autopar.plan(Layers(), cluster, example, force=force, optimizer="muon")
     assert plan.candidate is not None
     muon, momentum = (evaluate(plan.graph, plan.candidate, cluster, name) for name in ("muon", "momentum"))

@@ -216,8 +216,7 @@ def test_a_rank_that_does_not_compile_takes_part_in_the_agreement(ranks: RankPoo
 def groups_of_failing_set_up(failing: int) -> frozenset[tuple[str, int]]:
     """On a rank of a machine whose devices have symmetric memory, as far as is known before: its groups, where the set-up fails
     on one rank."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         patch.setattr(symmetric_memory, "symmetric_memory_problem", lambda device: "")
         problem = "out of handles" if dist.get_rank() == failing else ""
         patch.setattr(symmetric_memory, "set_up_symmetric_memory", lambda group: problem)

@@ -55,8 +55,7 @@ def steps(model: Any, dtype: torch.dtype | None) -> list[float]:
 
 
 def parallel_of(model: nn.Module, force: str, batch: tuple[Tensor, ...], outputs: tuple[str, ...] = ()) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return autopar.parallelize(model, "local:4", batch, force=force, cache=False, outputs=outputs)
 
 

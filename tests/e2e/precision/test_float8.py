@@ -120,8 +120,7 @@ def test_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def script(force: str, world: int, expected: list[float]) -> tuple[float, bool]:
     """The largest difference of a loss, relative, and whether anything differs at all."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         parallel = autopar.parallelize(Net(), with_float8(f"local:{world}"), batch(), precision="fp8", force=force, cache=False)
     found = train(parallel, map(batch, range(len(expected)))).losses
     ragged = {name: tensor[:30] for name, tensor in batch(1).items()}  # another program, in float8 too

@@ -44,8 +44,7 @@ def gradients(model: Any, scale: float, steps: int) -> dict[str, Tensor]:
 def script(force: str) -> None:
     expected = gradients(Small(), 1.0, 1)
     for scale, steps in ((2.0**16, 1), (2.0**12, 3)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             parallel = autopar.parallelize(
                 Small(), "local:2", (torch.randn(8, 16),), precision="fp16", force=force, cache=False
             )  # fmt: skip

@@ -55,8 +55,7 @@ def script(cases: list[tuple[str, int]]) -> None:
     exact = {name: parameter.grad for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for force, shards in cases:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             parallel = autopar.parallelize(
                 Net(), "local:4", (inputs(),), precision=policy, force=force, cache=False
             )  # fmt: skip
@@ -96,8 +95,7 @@ def test_under_every_plan(ranks: RankPool) -> None:
 def test_it_is_part_of_the_plan(tmp_path: Path) -> None:
     """Written, read, in the program's text, on the wire; another word is refused."""
     options: dict[str, Any] = dict(force=EXACT.format(3) + ",tp=1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         whole, half = (
             autopar.plan(Net().float(), "local:4", (inputs().float(),), precision=Precision(reduce=dtype), **options)
             for dtype in ("", "bfloat16")

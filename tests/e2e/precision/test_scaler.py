@@ -144,8 +144,7 @@ def run(model: Any, make_batch: Callable[[int], Any], name: str, kind: str, *, u
 
 def compare(case: str, kinds: tuple[str, ...]) -> None:
     make, make_batch, name = CASES[case]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         parallel = autopar.parallelize(make(), "local:4", make_batch(0), force=case.split()[0], cache=False)
     start = make().state_dict()
     holding: list[Any] = [None] * 4

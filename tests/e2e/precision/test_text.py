@@ -60,8 +60,7 @@ def losses_of(model: Any, steps: int, *, scaled: bool) -> list[float]:
 
 def script(force: str, precision: str, steps: int, expected: list[float], world: int) -> float:
     """The largest difference of a mean over ten steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         parallel = autopar.parallelize(
             model_of(), f"local:{world}", batch(0), precision=precision, force=force, cache=False
         )  # fmt: skip

@@ -59,8 +59,7 @@ def generates(kind: str, force: str, training: bool) -> None:
     model = language_model(kind).train(training)
     ids = torch.randint(3, WORDS, (4, 16), generator=torch.Generator().manual_seed(2))
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         cluster = f"local:{torch.distributed.get_world_size()}"
         parallel = autopar.parallelize(model, cluster, {"input_ids": ids, "labels": ids}, force=force, cache=False)
     model.eval()

@@ -25,8 +25,7 @@ OUTPUTS = ("logits:full", "past_key_values.keys:dtensor", "past_key_values.value
 def parallelized(model: nn.Module, force: str) -> Any:
     """On a rank."""
     ids = torch.randint(3, WORDS, (4, 16), generator=torch.Generator().manual_seed(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         cluster = f"local:{torch.distributed.get_world_size()}"
         return autopar.parallelize(model, cluster, {"input_ids": ids, "labels": ids}, force=force, cache=False)
 

@@ -28,8 +28,7 @@ def serve(text: str, kind: str, force: str) -> Any:
         return made(*args, **options, force=force, cache=False)
 
     names: dict[str, Any] = {"autopar": type("autopar", (), {"parallelize": parallelize}), "model": model, "prompt": prompt}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         exec(text, names)
         parallel = names["model"]
         assert torch.equal(names["tokens"], plain.generate(prompt, max_new_tokens=12, do_sample=False))

@@ -52,8 +52,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[float
 
 
 def parallel_of(model: CharacterModel, force: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return autopar.parallelize(model, "local:4", next(batches(9)), force=force, cache=False)
 
 

@@ -55,8 +55,7 @@ def sized(memory_bytes: float) -> Cluster:
 
 
 def planned(cluster: Cluster, force: str) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return autopar.plan(Layers(), cluster, batch(0), force=force, memory_margin=0.0)
 
 

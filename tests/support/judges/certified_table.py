@@ -199,8 +199,7 @@ def main(arguments: Sequence[str]) -> None:
     old = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
     done = {(each["set"], each["model"], each["plan"]) for each in old}
     plans = given.plans.split(";") if given.plans else PLANS
-    with given.file.open("a") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with given.file.open("a") as file, warnings.catch_warnings(action="ignore"):
         for each in records(given.sets or list(sets()), [x for x in given.models.split(",") if x], plans, done):
             print(json.dumps(each), file=file, flush=True)
             old.append(each)

@@ -116,8 +116,7 @@ def run_script(script: Script, parallelize: Callable[[nn.Module], Any] | None = 
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(script.seed)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return _run(script, parallelize or (lambda model: model))
     finally:
         torch.set_default_dtype(default)

@@ -81,8 +81,7 @@ def prepare(
     drawn_world = draw.choice((2, 2, 4))
     trial = Trial(seed, world or drawn_world, asked or "", written)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             _prepare(trial, folder, draw, asked is None, {} if graphs is None else graphs)
     except AutoparError as error:
         trial.refused = f"{type(error).__name__}: {error}"

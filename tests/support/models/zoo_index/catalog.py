@@ -43,8 +43,7 @@ def make(name: str, batch: int = 8, dtype: torch.dtype = torch.float32, seed: in
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model = case.build()
     finally:
         torch.set_default_dtype(before)
