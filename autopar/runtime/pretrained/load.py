@@ -21,7 +21,6 @@ from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
 from ..state.weight_source import fill_missing, named_tensors
-from .conversions import transforms_of
 from .weight_files import PretrainedWeights, misfit, open_weights
 
 LOGGER = logging.getLogger("autopar")
@@ -33,8 +32,8 @@ def load_pretrained(
 ) -> _IncompatibleKeys:
     """Copy this rank's part of each weight. All ranks call it together; CheckpointProblem on all of them before anything is
     changed. Without `strict` weights may be missing, unexpected, or rounded to a shorter type."""
-    skeleton, names = plain.skeleton if plain is not None else None, saved_names(state, plain)
-    weights = open_weights(Path(path).absolute(), rounds, names, body_prefix(skeleton), transforms_of(skeleton))
+    names = saved_names(state, plain)
+    weights = open_weights(Path(path).absolute(), rounds, names, plain.skeleton if plain is not None else None)
     kinds = {name: (spec.shape, getattr(torch, spec.dtype)) for name, spec in state.index.specs.items()}
     others = plain.unused if plain is not None else {}
     kinds |= {name: (tuple(each.shape), each.dtype) for name, each in others.items()}
@@ -70,12 +69,6 @@ def saved_names(state: State, plain: PlainModel | None) -> dict[str, str]:
     return {name: name for name, spec in state.index.specs.items() if not spec.buffer or spec.persistent}
 
 
-def body_prefix(model: nn.Module | None) -> str:
-    """Return the name of the body of a model of transformers; empty for any other."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return prefix if isinstance(prefix, str) else ""
-
-
 def unfit(weights: PretrainedWeights, names: Mapping[str, str]) -> list[str]:
     """First names of the model that no file has."""
     return [name for name in dict.fromkeys(names.values()) if name not in weights]
@@ -99,7 +92,7 @@ def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping
     rounds = Rounds(dist.group.WORLD if several_ranks() else None, lambda rank: f"rank {rank}")
     own = named_tensors(model)
     names, _ = first_names(model)
-    weights = open_weights(Path(path).absolute(), rounds, names, body_prefix(model), transforms_of(model))
+    weights = open_weights(Path(path).absolute(), rounds, names, model)
     rounded = []
     for name, weight in weights.places.items():
         if problem := misfit(name, weight, own[name].shape, own[name].dtype, narrowing=True):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
 
 from ..checkpoint.rounds import Rounds
 from ..checkpoint.tensor_file import DTYPES
 from ..errors import CheckpointProblem, DamagedCheckpoint
-from .conversions import converted
+from .conversions import converted, transforms_of
 from .stacked import StoredWeight, Weight, opened
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -157,16 +158,15 @@ class PretrainedWeights(Mapping[str, torch.Tensor]):
         return len(self.places)
 
 
-def open_weights(
-    path: Path, rounds: Rounds, names: Mapping[str, str], prefix: str = "", transforms: Sequence[Any] = ()
-) -> PretrainedWeights:
+def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], model: nn.Module | None) -> PretrainedWeights:
     """The weights of a folder for a model. All ranks call it together; CheckpointProblem on all of them where one cannot read it.
 
     `names`: each key of the model's state dict with the first name of that tensor; tied names need one of them in the files.
-    `prefix`: that of the model's body, with which or without which files may have a name (``transformer.h.0`` and ``h.0``).
-    `transforms`: what transformers does with names and weights of files (`conversions`)."""
+    Of a `model` of transformers files may have names with the prefix of its body or without it (``transformer.h.0`` and ``h.0``),
+    and its conversions are made (`conversions`)."""
     files = rounds.on_first(lambda: list_files(path))
-    by_name = converted(transforms, files.weights, lambda name: _name_in(names, name, prefix) is not None)
+    prefix = body if isinstance(body := getattr(model, "base_model_prefix", ""), str) else ""
+    by_name = converted(transforms_of(model), files.weights, lambda name: _name_in(names, name, prefix) is not None)
     stored = {key: name for key in names if (name := _name_in(by_name, key, prefix)) is not None}
     places: dict[str, Weight] = {}
     twice: list[tuple[str, str]] = []
