@@ -10,28 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cli.test_api import Net, batch
 from support.harness.rank_pool import RankPool
-from torch import nn
 
 import autopar
 from autopar import planning
 from autopar.solve.plan_cache import PlanCache
 from autopar.solve.search import search
-
-
-class Net(nn.Module):
-    """Two linears and a loss."""
-
-    def __init__(self, hidden: int = 32) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, hidden), nn.Linear(hidden, 16)
-
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.down(torch.relu(self.up(x))), target)
-
-
-def batch(size: int = 8) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(size, 16), "target": torch.randint(0, 16, (size,))}
 
 
 class Counting:

@@ -25,9 +25,9 @@ class Family:
     batch: Callable[[int], Batch]
 
 
-def token_batch(batch: int) -> Batch:
-    """Token ids and labels; the first rows ignore many labels, the last none."""
-    ids = torch.randint(3, VOCABULARY, (batch, SEQUENCE))
+def token_batch(batch: int, first: int = 3) -> Batch:
+    """Token ids from `first` on, and labels; the first rows ignore many labels, the last none."""
+    ids = torch.randint(first, VOCABULARY, (batch, SEQUENCE))
     labels = ids.clone()
     labels[0, : SEQUENCE // 2 + 1] = -100
     labels[1, :2] = -100

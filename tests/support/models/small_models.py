@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.models.model_families import Family
+from support.models import model_families
+from support.models.model_families import VOCABULARY, Family
 from support.models.routed_mlp import RoutedMlp, routed_batch
-
-VOCABULARY = 64
-SEQUENCE = 16
 
 
 class Mlp(nn.Module):
@@ -120,12 +118,7 @@ class Case:
 
 
 def token_batch(batch: int) -> dict[str, Tensor]:
-    """Token ids and labels; the first rows ignore many labels, the last none."""
-    ids = torch.randint(0, VOCABULARY, (batch, SEQUENCE))
-    labels = ids.clone()
-    labels[0, : SEQUENCE // 2 + 1] = -100
-    labels[1, :2] = -100
-    return {"input_ids": ids, "labels": labels}
+    return model_families.token_batch(batch, first=0)
 
 
 def sequence_pair_batch(batch: int) -> dict[str, Tensor]:
