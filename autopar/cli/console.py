@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from autopar.cli.output import say, writing_output
+from autopar.runtime.quantities import seconds_words
 
 
 class TableConsole(RichConsole):
@@ -77,14 +78,7 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(out)
 
 
-def seconds(value: float | None) -> str:
-    """``12.3 ms``."""
-    if value is None:
-        return "-"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
-            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
-    raise AssertionError
+seconds = seconds_words
 
 
 def size(value: float | None) -> str:

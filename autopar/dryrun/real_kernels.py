@@ -18,7 +18,8 @@ from autopar.runtime.comm.p2p import PendingReceive, PointToPoint
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.module import ParameterSpec
 from autopar.runtime.parallel import Parallel
-from autopar.runtime.report.compare import ratio_words, seconds_words, tables
+from autopar.runtime.quantities import seconds_words
+from autopar.runtime.report.compare import ratio_words, tables
 from autopar.runtime.state.parameter_table import parameter_index
 from autopar.runtime.step.inputs import NamedBatch
 

@@ -56,9 +56,7 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     if is_code(plan.document.model.source) and not arguments.trust:
         console.progress(f"no initial weights: --trust runs {plan.document.model.source}, which the plan names")
     lowered = lower(plan.graph, plan.candidate)
-    certificate = certify(
-        render(lowered, "runtime"), plan.graph, plan.candidate, plan.to_json(), plan.document.optimizer
-    )
+    certificate = certify(render(lowered, "runtime"), plan.graph, plan.candidate, plan.to_json(), plan.document.optimizer)
     export_program(
         lowered, plan.to_json(), folder, weights=weights, compiled=plan.document.cluster.compiled,
         overwrite=arguments.overwrite, certificate=certificate.to_json(),

@@ -69,8 +69,6 @@ def _sizes(plan: Plan, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         yield name, value_bytes(replace(value, shape=local_shape(micro_batch_shape, at, candidate.mesh.sizes)), 1)
 
 
-
-
 def document_rows(plan: Plan) -> list[tuple[str, str]]:
     """A row where attention is within documents, which says what it is priced at."""
     if not any(node.op == DOCUMENTS for block in plan.graph.blocks for node in block.nodes):
