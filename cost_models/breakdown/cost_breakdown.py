@@ -11,7 +11,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.state.offload_cost import offload_target
+from autopar.cost_models.state.offload_cost import optimizer_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
@@ -146,10 +146,10 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
 
 def _optimizer_offload(candidate: Candidate, cluster: Cluster, chunks: Sequence[ChunkCost]) -> Iterator[OffloadCost]:
     """Yield the copies of the optimizer's state, read and written once a step where it lies elsewhere between steps."""
-    target = offload_target(cluster, candidate.precision)
+    target = optimizer_target(cluster, candidate.precision)
     copied = sum(each.memory.offloaded for chunk in chunks for each in (*chunk.owned.states, chunk.owned.root))
     if target is not None and copied:
-        yield OffloadCost("", 1, copied, copied / target.read_bytes_per_second + copied / target.write_bytes_per_second)
+        yield OffloadCost("", 1, copied, sum(target.copy_seconds(copied)))
 
 
 def _operations(

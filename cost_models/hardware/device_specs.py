@@ -173,6 +173,10 @@ class OffloadTarget:
     write_bytes_per_second: float
     latency_seconds: float = 0.0
 
+    def copy_seconds(self, size_bytes: float) -> tuple[float, float]:
+        """Return the seconds of a copy from the device to there, and of one back."""
+        return size_bytes / self.write_bytes_per_second, size_bytes / self.read_bytes_per_second
+
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:

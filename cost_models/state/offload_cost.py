@@ -20,7 +20,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, OffloadTarget
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.errors import PlanError
-from autopar.ir.plan import OFFLOAD_DEVICES, Precision
+from autopar.ir.plan import Precision
 
 PART_BYTES = 2.0**28
 """Bytes of the parameters of one part (`offload_optimizer.PART_BYTES`)."""
@@ -31,7 +31,7 @@ _PARTS = 2
 
 def offloaded_update_seconds(update_seconds: float, state_bytes: float, target: OffloadTarget, device: Device) -> float:
     """Return the seconds of updating a shard whose `state_bytes` lie at `target`. `update_seconds`: on the device."""
-    copies = state_bytes / target.read_bytes_per_second + state_bytes / target.write_bytes_per_second
+    copies = sum(target.copy_seconds(state_bytes))
     return update_seconds + copies if device.kind == "cpu" else max(update_seconds, copies)
 
 
@@ -48,19 +48,19 @@ def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
     return (min(temporaries, part) if foreach else temporaries) + passing
 
 
-def offload_target(cluster: Cluster, precision: Precision) -> OffloadTarget | None:
-    """Return the host memory or NVMe of one device; None where the state stays on the device. PlanError where the cluster
-    describes none of it."""
-    where = precision.offload_optimizer
-    if not where:
-        return None
-    if where not in OFFLOAD_DEVICES:
-        raise PlanError(f"offload_optimizer={where[:40]}: write one of {', '.join(OFFLOAD_DEVICES)}, or leave it out")
-    target = cluster.host if where == "cpu" else cluster.nvme
+def offload_target(cluster: Cluster, where: str, what: str) -> OffloadTarget:
+    """Return the host memory (``cpu``) or NVMe of one device. PlanError where the cluster describes none of it."""
+    key = "host" if where == "cpu" else "nvme"
+    target: OffloadTarget | None = getattr(cluster, key)
     if target is None:
-        key = "host" if where == "cpu" else "nvme"
         raise PlanError(
-            f"the description of {cluster.name} has no {key}, so no optimizer state can be offloaded to it: add `{key}:`, or "
-            "plan without offload_optimizer"
+            f"the description of {cluster.name} has no {key}, so no {what} can be offloaded to it: add `{key}:`, or plan "
+            "without offloading"
         )
     return target
+
+
+def optimizer_target(cluster: Cluster, precision: Precision) -> OffloadTarget | None:
+    """Return where the optimizer's state lies between steps; None where it stays on the device."""
+    where = precision.offload_optimizer
+    return offload_target(cluster, where, "optimizer state") if where else None

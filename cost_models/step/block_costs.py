@@ -18,7 +18,7 @@ from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_S
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.cost_models.state.offload_cost import offload_target
+from autopar.cost_models.state.offload_cost import offload_target, optimizer_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_communication import accumulate_seconds
 from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
@@ -26,7 +26,6 @@ from autopar.cost_models.state.state_group import StateGroup, state_group
 from autopar.cost_models.state.state_memory import StatePolicy
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.cost_models.tensors.sizes import shard_count, value_bytes
-from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
@@ -170,14 +169,7 @@ class BlockCosts:
 
     def offload_seconds(self, size_bytes: float) -> tuple[float, float]:
         """Return the seconds to host memory, and back. PlanError where the cluster describes no host."""
-        host = self.cluster.host
-        if not size_bytes:
-            return 0.0, 0.0
-        if host is None:
-            raise PlanError(
-                f"the description of {self.cluster.name} has no host, so no tensor can be offloaded: add it, or plan again"
-            )
-        return size_bytes / host.write_bytes_per_second, size_bytes / host.read_bytes_per_second
+        return offload_target(self.cluster, "cpu", "saved tensor").copy_seconds(size_bytes) if size_bytes else (0.0, 0.0)
 
     def partition_seconds(self, axis: int, size_bytes: float) -> tuple[float, float]:
         """Return, of a tensor that is saved in parts over a mesh axis, the seconds of the copy in the forward and of the gather
@@ -277,4 +269,4 @@ class BlockCosts:
 
     def _state_policy(self, precision: Precision, optimizer: Optimizer) -> StatePolicy:
         """Return the policy of the cluster's software. PlanError where the cluster lacks what state is offloaded to."""
-        return StatePolicy.of(precision, optimizer, self.cluster.state_layout, offload_target(self.cluster, precision))
+        return StatePolicy.of(precision, optimizer, self.cluster.state_layout, optimizer_target(self.cluster, precision))

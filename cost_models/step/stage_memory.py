@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.state.offload_cost import offload_target, update_temporaries
+from autopar.cost_models.state.offload_cost import optimizer_target, update_temporaries
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace
@@ -92,7 +92,7 @@ def stage_memories(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of each stage. `traces_of` are the blocks on each stage, `owned` the state of each model chunk."""
     devices = [each.device for each in stage_clusters(cluster, candidate.pipeline.stages)]
-    target = offload_target(cluster, candidate.precision)
+    target = optimizer_target(cluster, candidate.precision)
     out = []
     for each, device, traces in zip(stage_peaks(graph, candidate, cluster, traces_of, owned), devices, traces_of, strict=True):
         memory = _stage_memory(graph, traces, each.peak, each.calls)
