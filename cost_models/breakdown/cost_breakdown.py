@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 
@@ -15,13 +15,12 @@ from autopar.cost_models.state.offload_cost import optimizer_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
-from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
+from autopar.ir.plan import Candidate, Conversion, NodePlan
 from autopar.rules.conversions import COLLECTIVES
 from autopar.schedules.placement import chunks_of_stages
 
@@ -114,24 +113,25 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
     all_chunks = chunk_costs(graph, candidate, cluster, traces_of, optimizer_named(optimizer))
     chunks = [all_chunks[index] for index in chunks_of_stages(candidate.pipeline)[stage]]
     counts = Counter(graph.calls[index].block for chunk in chunks for index in chunk.owned.calls)
-    costs = {name: traces_of[stage][name].costs for name in traces_of[stage]}
+    traces = traces_of[stage]
+    costs = {name: trace.costs for name, trace in traces.items()}
     operations: list[OperationCost] = []
     collectives = list(_state_collectives(graph, candidate, chunks, costs))
     offloads = list(_optimizer_offload(candidate, cluster, chunks))
     converted = 0.0
-    for block in (block for block in graph.blocks if counts[block.name]):
-        plan, own, times = candidate.block(block.name), costs[block.name], counts[block.name] * candidate.micro_batches
-        recompute = RecomputePlan.of(own, plan, aliases(block, plan.nodes, plan.conversions))
-        recomputed: frozenset[str | Conversion] = frozenset((*recompute.nodes, *recompute.conversions))
-        operations += _operations(plan, own, times, recomputed)
-        collectives += _conversions(plan, own, times, recomputed)
-        if copied := sum(recompute.offloaded.values()):
-            offloads.append(OffloadCost(block.name, times, copied, times * sum(own.offload_seconds(copied))))
-        collectives += _inside_operations(plan, own, times, recomputed)
+    for name, trace in traces.items():
+        if not counts[name]:
+            continue
+        times, again = counts[name] * candidate.micro_batches, trace.recompute.repeats
+        operations += _operations(trace, times)
+        collectives += _conversions(trace, times)
+        if copied := sum(trace.recompute.offloaded.values()):
+            offloads.append(OffloadCost(name, times, copied, times * sum(trace.costs.offload_seconds(copied))))
+        collectives += _inside_operations(trace, times)
         converted += times * sum(
-            cost.forward_local_seconds * (1 + (each in recomputed)) + cost.backward_local_seconds
-            for each in plan.conversions
-            for cost in [own.conversion(each.value, each.source, each.target)]
+            cost.forward_local_seconds * (1 + (each in again)) + cost.backward_local_seconds
+            for each in trace.plan.conversions
+            for cost in [trace.costs.conversion(each.value, each.source, each.target)]
         )
     accumulated = sum(each.accumulate_seconds for chunk in chunks for each in chunk.communication) * candidate.micro_batches
     return CostBreakdown(
@@ -152,28 +152,25 @@ def _optimizer_offload(candidate: Candidate, cluster: Cluster, chunks: Sequence[
         yield OffloadCost("", 1, copied, sum(target.copy_seconds(copied)))
 
 
-def _operations(
-    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
-) -> Iterator[OperationCost]:
-    for each in plan.nodes:
-        cost = costs.node(each)
-        again = cost.forward_seconds * (each.node in recomputed)
+def _operations(trace: CallTrace, times: int) -> Iterator[OperationCost]:
+    for each in trace.plan.nodes:
+        cost = trace.costs.node(each)
+        again = cost.forward_seconds * (each.node in trace.recompute.repeats)
         seconds = cost.forward_seconds + cost.backward_seconds + again
-        yield OperationCost(plan.block, each, times, times * seconds, times * again)
+        yield OperationCost(trace.plan.block, each, times, times * seconds, times * again)
 
 
-def _conversions(
-    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
-) -> Iterator[CollectiveCost]:
-    for each in plan.conversions:
+def _conversions(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
+    costs, again = trace.costs, trace.recompute.repeats
+    for each in trace.plan.conversions:
         cost = costs.conversion(each.value, each.source, each.target)
         kinds = tuple(kind for kind in (cost.forward_kind, cost.backward_kind) if kind is not None and kind in COLLECTIVES)
         link = links_of_axis(costs.cluster, costs.mesh, cost.axis)
         yield CollectiveCost(
-            block=plan.block,
+            block=trace.plan.block,
             origin=each,
             times=times,
-            seconds=times * (cost.forward_comm_seconds * (1 + (each in recomputed)) + cost.backward_comm_seconds),
+            seconds=times * (cost.forward_comm_seconds * (1 + (each in again)) + cost.backward_comm_seconds),
             axis=costs.mesh.names[cost.axis],
             kinds=kinds,
             full_bytes=cost.full_bytes,
@@ -181,14 +178,13 @@ def _conversions(
         )
 
 
-def _inside_operations(
-    plan: BlockPlan, costs: BlockCosts, times: int, recomputed: Collection[str | Conversion]
-) -> Iterator[CollectiveCost]:
-    for each in plan.nodes:
+def _inside_operations(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
+    costs, again = trace.costs, trace.recompute.repeats
+    for each in trace.plan.nodes:
         cost = costs.node(each)
         for axis, forward, backward in zip(costs.mesh.names, cost.forward_comm_seconds, cost.backward_comm_seconds, strict=False):
-            seconds = times * (forward * (1 + (each.node in recomputed)) + backward)
-            yield CollectiveCost(block=plan.block, origin=each, times=times, seconds=seconds, axis=axis)
+            seconds = times * (forward * (1 + (each.node in again)) + backward)
+            yield CollectiveCost(block=trace.plan.block, origin=each, times=times, seconds=seconds, axis=axis)
 
 
 def _state_collectives(

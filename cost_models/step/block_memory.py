@@ -13,7 +13,7 @@ from autopar.cost_models.compute.loss_chunks import chunk_bytes
 from autopar.cost_models.compute.operations import token_copy_share
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.operations.losses import WITHIN_LOSS, runs_in_chunks
@@ -109,14 +109,11 @@ class BlockMemory:
     peak_nodes: tuple[str, str] = ("", "")
 
 
-def block_memory(
-    costs: BlockCosts, plan: BlockPlan, same: Aliases | None = None, recompute: RecomputePlan | None = None
-) -> BlockMemory:
-    """Return the memory of one call of the block, each storage once. Parameters as they are stored are not counted. `same` and
-    `recompute` are those of the plan, for callers that have them."""
-    block = costs.block
-    same = same or aliases(block, plan.nodes, plan.conversions)
-    recompute = recompute or RecomputePlan.of(costs, plan, same)
+def block_memory(costs: BlockCosts, plan: BlockPlan, recompute: RecomputePlan | None = None) -> BlockMemory:
+    """Return the memory of one call of the block, each storage once. Parameters as they are stored are not counted. `recompute`:
+    that of the plan, for callers that have it."""
+    block, recompute = costs.block, recompute or RecomputePlan.of(costs, plan)
+    same = recompute.same
     inputs = [(value.name, at) for value, at in zip(block.inputs, plan.inputs, strict=True)]
     outputs = list(zip(block.outputs, plan.outputs, strict=True))
     input_gradients = sum(costs.value_bytes(name, at) for name, at in inputs if costs.values[name].differentiable)

@@ -18,7 +18,6 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import BlockMemory, block_memory
 from autopar.cost_models.step.product_overlap import product_overlaps
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.partition_saved import chosen_tensors
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.operations.losses import runs_in_chunks
@@ -49,6 +48,7 @@ class CallTrace:
     plan: BlockPlan
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
+    recompute: RecomputePlan
     memory: BlockMemory
     axis_seconds: tuple[float, ...]
     model_flops: float
@@ -61,9 +61,8 @@ class CallTrace:
     @staticmethod
     def of(costs: BlockCosts, plan: BlockPlan) -> CallTrace:
         """Trace a block. PlanError where the plan cannot be run (see `RecomputePlan.of`)."""
-        same = aliases(costs.block, plan.nodes, plan.conversions)
-        recompute = RecomputePlan.of(costs, plan, same)
-        recorder = _Recorder(costs, frozenset((*recompute.nodes, *recompute.conversions)))
+        recompute = RecomputePlan.of(costs, plan)
+        recorder = _Recorder(costs, recompute.repeats)
         recorder.record(plan)
         recorder.partition(recompute)
         offload_seconds, load_seconds = costs.offload_seconds(sum(recompute.offloaded.values()))
@@ -74,7 +73,8 @@ class CallTrace:
             plan=plan,
             forward=recorder.launched(_with_stall(exposed_segments(recorder.forward), offload_seconds, HOST_LINK), 0),
             backward=recorder.launched(_with_stall(backward, load_seconds, HOST_LINK), 1),
-            memory=block_memory(costs, plan, same, recompute),
+            recompute=recompute,
+            memory=block_memory(costs, plan, recompute),
             axis_seconds=tuple(recorder.axis_seconds),
             model_flops=recorder.model_flops,
             flops=recorder.flops,

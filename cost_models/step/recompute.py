@@ -32,6 +32,7 @@ class RecomputePlan:
     recomputed: what the backward needs and recomputes; it lives while the block's backward runs.
     offloaded: the part of `saved` that is in host memory meanwhile.
     partitioned: those of `saved` of which each rank of a mesh axis saves one part, with the index of the axis.
+    same: the aliases of the plan.
     """
 
     nodes: tuple[str, ...]
@@ -40,15 +41,15 @@ class RecomputePlan:
     recomputed: Mapping[PlacedValue, float]
     offloaded: Mapping[PlacedValue, float]
     partitioned: Mapping[PlacedValue, int]
+    same: Aliases
 
     @staticmethod
-    def of(costs: BlockCosts, plan: BlockPlan, same: Aliases) -> RecomputePlan:
-        """Work out the tensors of a plan. `same` are the aliases of the plan. PlanError where the backward uses a tensor that is
-        neither saved nor recomputed."""
-        needs = _BackwardNeeds(costs, plan, same)
+    def of(costs: BlockCosts, plan: BlockPlan) -> RecomputePlan:
+        """Work out the tensors of a plan. PlanError where the backward uses a tensor that is neither saved nor recomputed."""
+        needs = _BackwardNeeds(costs, plan)
         if plan.recompute:
-            inputs = {same.find(value) for value in needs.inputs}
-            nodes, conversions = needs.closure(lambda value: same.find(value) in inputs)
+            inputs = {needs.same.find(value) for value in needs.inputs}
+            nodes, conversions = needs.closure(lambda value: needs.same.find(value) in inputs)
         else:
             nodes, conversions = frozenset(plan.recompute_nodes), frozenset(plan.recompute_conversions)
         needs.check(nodes, conversions)
@@ -60,15 +61,19 @@ class RecomputePlan:
             recomputed={at: size for at, size in needs.backward.items() if at not in saved and at not in needs.stored},
             offloaded={storage: saved[storage] for storage in needs.storages(plan.offload, saved)},
             partitioned=needs.partitioned(saved),
+            same=needs.same,
         )
 
+    @property
+    def repeats(self) -> frozenset[str | Conversion]:
+        """The nodes and conversions that the backward computes again."""
+        return frozenset((*self.nodes, *self.conversions))
 
-def with_least_recompute(
-    costs: BlockCosts, plan: BlockPlan, saved: Callable[[PlacedValue], bool], ready: Collection[str]
-) -> BlockPlan:
-    """Return the plan that recomputes least where only these tensors are saved, and those that no node of `ready` produces."""
-    needs = _BackwardNeeds(costs, plan, aliases(costs.block, plan.nodes, plan.conversions))
-    nodes, conversions = needs.closure(saved, ready)
+
+def with_least_recompute(costs: BlockCosts, plan: BlockPlan, saved: Callable[[PlacedValue], bool]) -> BlockPlan:
+    """Return the plan that recomputes least where only these tensors are saved, and those that no recomputable node produces."""
+    needs = _BackwardNeeds(costs, plan)
+    nodes, conversions = needs.closure(saved, recomputable_nodes(costs.block))
     return replace(
         plan,
         recompute=False,
@@ -79,8 +84,7 @@ def with_least_recompute(
 
 def with_all_offloaded(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
     """Return the plan in which all that the block saves lies in host memory until its backward."""
-    saved = RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions)).saved
-    return replace(plan, offload=tuple(saved))
+    return replace(plan, offload=tuple(RecomputePlan.of(costs, plan).saved))
 
 
 def overwritten_values(block: Block) -> frozenset[str]:
@@ -93,15 +97,22 @@ def overwritten_values(block: Block) -> frozenset[str]:
     return frozenset(names)
 
 
+def recomputable_nodes(block: Block) -> frozenset[str]:
+    """Return the operations that give the same result when they are recomputed: they read no buffer that is updated. Random
+    numbers are drawn from the same state of the generator."""
+    overwritten = overwritten_values(block)
+    return frozenset(node.name for node in block.nodes if overwritten.isdisjoint(node.operands()))
+
+
 COPY = " (contiguous)"
 
 
 class _BackwardNeeds:
     """The producer of each tensor of a block, and the tensors that the backward of every node uses."""
 
-    def __init__(self, costs: BlockCosts, plan: BlockPlan, same: Aliases) -> None:
-        self.costs, self.plan, self.same = costs, plan, same
-        block = costs.block
+    def __init__(self, costs: BlockCosts, plan: BlockPlan) -> None:
+        self.costs, self.plan, block = costs, plan, costs.block
+        self.same = same = aliases(block, plan.nodes, plan.conversions)
         self.plans: dict[str, NodePlan] = {each.node: each for each in plan.nodes}
         self.inputs = {(value.name, at) for value, at in zip(block.inputs, plan.inputs, strict=True)}
         self.stored = frozenset(

@@ -12,7 +12,6 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.errors import AutoparError, Infeasible
 from autopar.explain.ranking import collective_rows, module_path, offload_rows, operation_rows
 from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
@@ -71,7 +70,7 @@ def test_memory_binds_where_a_plan_saves_memory_to_fit(planned) -> None:
     layer = max(graph.blocks, key=lambda block: graph.count(block.name)).name
     plan = next(each for each in found.candidate.blocks if each.block == layer)
     costs = BlockCosts(graph.block(layer), found.candidate.mesh, found.candidate.micro_batch, cluster)
-    saved = RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions)).saved
+    saved = RecomputePlan.of(costs, plan).saved
     largest = max(saved, key=lambda placed: saved[placed])
     changed = replace(plan, offload=(largest,))
     candidate = replace(

@@ -12,7 +12,6 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.step.stage_devices import stage_clusters
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.validate.price import stack_of
 
 
@@ -24,7 +23,7 @@ def saved_bytes(name: str, **changes: object) -> dict[str, float]:
     block = max(setup.graph.blocks, key=lambda one: setup.graph.count(one.name))
     plan, candidate = setup.candidate.block(block.name), setup.candidate
     costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster)
-    found = RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions)).saved
+    found = RecomputePlan.of(costs, plan).saved
     total: dict[str, float] = {}
     for (value, _), size in found.items():
         total[value] = total.get(value, 0.0) + size

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from autopar.cost_models.step.recompute import recomputable_nodes
 from autopar.ir.graph import Block, Graph, Node
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.operations.table import operation
-from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.problem import BlockTable, Problem
 
 _Slot = tuple[str, int]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.cost_models.step.recompute import overwritten_values
+from autopar.cost_models.step.recompute import overwritten_values, recomputable_nodes
 from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Partial
 from autopar.ir.plan import BlockPlan
 from autopar.operations.table import operation
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.solve.ilp.storages import recomputable_nodes
 
 
 def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration, repeated: set[str]) -> BlockPlan:

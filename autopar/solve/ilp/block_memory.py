@@ -16,11 +16,12 @@ from autopar.cost_models.step.block_memory import (
     forward_output_bytes,
     forward_workspace_bytes,
 )
+from autopar.cost_models.step.recompute import recomputable_nodes
 from autopar.ir.plan import Conversion
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total
 from autopar.solve.ilp.partition import partition_terms
-from autopar.solve.ilp.storages import boundary_values, recomputable_nodes
+from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.problem import BlockTable, Problem
 

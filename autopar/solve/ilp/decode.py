@@ -10,11 +10,9 @@ import networkx
 
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
 from autopar.solve.ilp.formulation import Formulation
-from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable
 
@@ -81,8 +79,8 @@ def _with_recompute(form: Formulation, table: BlockTable, plan: BlockPlan, value
     parts = {storage: axes[axis] for (storage, axis), column in storages.partitioned.items() if values[column] > 0.5}
     saved = offloaded | parts.keys() | {storage for storage, column in storages.saved.items() if values[column] > 0.5}
     find = storages.same.find
-    plan = with_least_recompute(table.costs, plan, lambda value: find(value) in saved, recomputable_nodes(table.block))
-    recompute = RecomputePlan.of(table.costs, plan, aliases(table.block, plan.nodes, plan.conversions))
+    plan = with_least_recompute(table.costs, plan, lambda value: find(value) in saved)
+    recompute = RecomputePlan.of(table.costs, plan)
     return replace(
         plan,
         offload=tuple(value for value in recompute.saved if find(value) in offloaded),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from networkx.utils import UnionFind
 
 from autopar.cost_models.step.block_memory import saved_storages
-from autopar.cost_models.step.recompute import overwritten_values
+from autopar.cost_models.step.recompute import overwritten_values, recomputable_nodes
 from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.graph import Node
 from autopar.operations.losses import runs_in_chunks
@@ -24,7 +24,7 @@ from autopar.operations.table import operation
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
 from autopar.solve.ilp.linear_model import INFINITY, add, total
 from autopar.solve.ilp.partition import add_partition, partition_axes
-from autopar.solve.ilp.storages import boundary_values, recomputable_nodes, storage_names
+from autopar.solve.ilp.storages import boundary_values, storage_names
 from autopar.solve.problem.problem import BlockTable, NodeStrategy
 
 _MIN_SHARE = 1e-3

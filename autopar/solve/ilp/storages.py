@@ -1,13 +1,10 @@
-"""The storages of a block in the ILP: which placed values are one tensor in memory, which are between blocks, and which
-operations may be recomputed."""
+"""The storages of a block in the ILP: which placed values are one tensor in memory, and which are between blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cost_models.step.recompute import overwritten_values
 from autopar.cost_models.tensors.aliases import Aliases, aliases
-from autopar.ir.graph import Block
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Conversion
 from autopar.rules.conversions import axis_conversion
@@ -41,10 +38,3 @@ def boundary_values(form: Formulation, table: BlockTable) -> Iterator[tuple[Slot
         number = form.problem.boundary.classes[slot]
         for at, w in zip(form.problem.placements[number], form.w[number], strict=True):
             yield slot, name, at, {w: 1.0}
-
-
-def recomputable_nodes(block: Block) -> frozenset[str]:
-    """Operations that give the same result when they are recomputed: they read no buffer that is updated. Random numbers are
-    drawn from the same state of the generator."""
-    overwritten = overwritten_values(block)
-    return frozenset(node.name for node in block.nodes if overwritten.isdisjoint(node.operands()))

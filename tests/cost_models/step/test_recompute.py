@@ -20,7 +20,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import OFFLOAD_WINDOW, block_memory
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.errors import PlanError
 from autopar.ir.graph import Block
 from autopar.ir.plan import BlockPlan, Conversion
@@ -43,7 +43,7 @@ def priced(block: Block, **changes: Any) -> tuple[BlockCosts, BlockPlan]:
 
 
 def recompute_plan(costs: BlockCosts, plan: BlockPlan) -> RecomputePlan:
-    return RecomputePlan.of(costs, plan, aliases(costs.block, plan.nodes, plan.conversions))
+    return RecomputePlan.of(costs, plan)
 
 
 def names(sizes: Any) -> dict[str, float]:
@@ -66,9 +66,9 @@ def test_saved_and_recomputed_by_hand() -> None:
 def test_least_recomputation_of_a_chain() -> None:
     """`with_least_recompute` takes the least that produces what is not saved."""
     costs, plan = priced(perceptron())
-    only_two = with_least_recompute(costs, plan, lambda state: state[0] in ("x", "two"), {"one", "two", "out"})
+    only_two = with_least_recompute(costs, plan, lambda state: state[0] in ("x", "two"))
     assert only_two.recompute_nodes == ("one",)
-    nothing = with_least_recompute(costs, plan, lambda state: state[0] == "x", {"one", "two", "out"})
+    nothing = with_least_recompute(costs, plan, lambda state: state[0] == "x")
     assert nothing.recompute_nodes == ("one", "two")
     assert (
         replace(plan, recompute=True) != nothing
@@ -124,11 +124,9 @@ def test_offloaded_tensors_are_in_host_memory() -> None:
         recompute_plan(costs, replace(offloading, recompute_nodes=("one", "two")))
 
 
-def backward_succeeds(
-    costs: BlockCosts, plan: BlockPlan, found: RecomputePlan, same: Aliases, without: PlacedValue | None = None
-) -> bool:
+def backward_succeeds(costs: BlockCosts, plan: BlockPlan, found: RecomputePlan, without: PlacedValue | None = None) -> bool:
     """Whether a backward has all that it uses: it begins with stored parameters and saved tensors, and recomputes."""
-    block = costs.block
+    block, same = costs.block, found.same
     plans = {each.node: each for each in plan.nodes}
     stored = {same.find((p.value.name, at)) for p, at in zip(block.parameters, plan.parameters, strict=True)}
     there = stored | {state for state in found.saved if state != without}
@@ -178,7 +176,6 @@ def test_what_is_saved_suffices_and_all_of_it_is_used(seed: int) -> None:
     for block in graph.blocks:
         costs, plan = BlockCosts(block, mesh, graph.batch, Cluster.parse("dgx-h100:1")), candidate.block(block.name)
         for each in (plan, replace(plan, recompute_nodes=(), recompute_conversions=(), recompute=True)):
-            same = aliases(block, each.nodes, each.conversions)
-            found = RecomputePlan.of(costs, each, same)
-            assert backward_succeeds(costs, each, found, same)
-            assert not any(backward_succeeds(costs, each, found, same, without=state) for state in found.saved)
+            found = RecomputePlan.of(costs, each)
+            assert backward_succeeds(costs, each, found)
+            assert not any(backward_succeeds(costs, each, found, without=state) for state in found.saved)

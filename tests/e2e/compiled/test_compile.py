@@ -30,7 +30,6 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.ir.plan import Candidate, Pipeline, Precision
 from autopar.program.build import program_text
 from autopar.runtime.compat import eager_call
@@ -135,7 +134,7 @@ def planned_bytes(prepared: Prepared, candidate: Candidate, name: str, priced_co
     block, plan = prepared.graph.block(name), candidate.block(name)
     cluster = with_compilation(Cluster.parse(f"local:{candidate.mesh.size}"), priced_compiled)
     costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster)
-    return sum(RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions)).saved.values())
+    return sum(RecomputePlan.of(costs, plan).saved.values())
 
 
 @pytest.mark.slow
@@ -254,7 +253,7 @@ def test_what_is_offloaded_or_in_parts_is_not_on_the_device(model: str, backend:
     for block in prepared.graph.blocks:
         name, times, each = block.name, prepared.graph.count(block.name), candidate.block(block.name)
         costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, local)
-        by_plan = RecomputePlan.of(costs, each, aliases(block, each.nodes, each.conversions))
+        by_plan = RecomputePlan.of(costs, each)
         elsewhere = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] / 2 for storage in by_plan.partitioned)
         gone = sum(by_plan.offloaded.values()) + sum(by_plan.saved[storage] for storage in by_plan.partitioned)
         assert found["+" + name] == times * elsewhere

@@ -20,7 +20,6 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import block_memory, call_saved_bytes
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import aliases
 from autopar.errors import PlanError
 from autopar.ir.describe import describe
 from autopar.ir.placement import Shard
@@ -68,9 +67,9 @@ def expected_bytes(prepared: Prepared, candidate: Candidate, plan: BlockPlan) ->
     """Bytes that the forward of a block makes and leaves on a rank, by the plan; and without its partition. Inputs were there
     before; this rank's parts of them were not."""
     block = prepared.graph.block(plan.block)
-    costs, same = BlockCosts(block, candidate.mesh, candidate.batch, CLUSTER), aliases(block, plan.nodes, plan.conversions)
-    recompute = RecomputePlan.of(costs, plan, same)
-    inputs = {same.find((value.name, at)) for value, at in zip(block.inputs, plan.inputs, strict=True)}
+    costs = BlockCosts(block, candidate.mesh, candidate.batch, CLUSTER)
+    recompute = RecomputePlan.of(costs, plan)
+    inputs = {recompute.same.find((value.name, at)) for value, at in zip(block.inputs, plan.inputs, strict=True)}
     whole = sum(size for storage, size in recompute.saved.items() if storage not in inputs)
     parts = {storage: recompute.saved[storage] / costs.mesh.sizes[axis] for storage, axis in recompute.partitioned.items()}
     left = sum(size for storage, size in recompute.saved.items() if storage not in {*inputs, *parts})

@@ -25,7 +25,6 @@ from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower
 from autopar.program.source import render
-from autopar.solve.ilp.storages import recomputable_nodes
 
 F32 = Precision("float32", "float32")
 CLUSTER = Cluster.parse("local:4")
@@ -45,14 +44,14 @@ def drawn(prepared: Prepared, seed: int, kept: float, offload: float, axes: dict
         block = graph.block(plan.block)
         costs = BlockCosts(block, candidate.mesh, candidate.batch, CLUSTER)
         same = aliases(block, plan.nodes, plan.conversions)
-        saved = RecomputePlan.of(costs, plan, same).saved
+        saved = RecomputePlan.of(costs, plan).saved
         chosen = {state[0].rstrip("+"): random.random() < kept for state in map(same.find, saved)}
 
         def is_saved(state: PlacedValue, same: Aliases = same, chosen: dict[str, bool] = chosen) -> bool:
             return chosen.get(same.find(state)[0].rstrip("+"), False)
 
-        plan = with_least_recompute(costs, plan, is_saved, recomputable_nodes(block))
-        sizes = RecomputePlan.of(costs, plan, same).saved
+        plan = with_least_recompute(costs, plan, is_saved)
+        sizes = RecomputePlan.of(costs, plan).saved
         floats = {name for name, value in block.values().items() if value.dtype.startswith("float")}
         left = [state for state, size in sizes.items() if state[0] in floats and size > 0.01 * sum(sizes.values())]
         plans.append(replace(plan, offload=tuple(state for state in left if random.random() < offload)))
@@ -64,9 +63,8 @@ def drawn(prepared: Prepared, seed: int, kept: float, offload: float, axes: dict
 def expected(prepared: Prepared, candidate: Candidate, plan: BlockPlan) -> tuple[float, float]:
     """Bytes that the forward of a block makes and leaves, and those of them on the host. Inputs were there before."""
     block = prepared.graph.block(plan.block)
-    costs, same = BlockCosts(block, candidate.mesh, candidate.batch, CLUSTER), aliases(block, plan.nodes, plan.conversions)
-    replay = RecomputePlan.of(costs, plan, same)
-    inputs: set[PlacedValue] = {same.find((value.name, at)) for value, at in zip(block.inputs, plan.inputs, strict=True)}
+    replay = RecomputePlan.of(BlockCosts(block, candidate.mesh, candidate.batch, CLUSTER), plan)
+    inputs: set[PlacedValue] = {replay.same.find((value.name, at)) for value, at in zip(block.inputs, plan.inputs, strict=True)}
     made = sum(size for state, size in replay.saved.items() if state not in inputs or state in replay.offloaded)
     return made, sum(replay.offloaded.values())
 

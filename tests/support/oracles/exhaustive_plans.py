@@ -16,7 +16,6 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, Conversion
-from autopar.solve.ilp.storages import recomputable_nodes
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, PricedConversions, Problem
 from support.models.handwritten_blocks import Builder
@@ -117,8 +116,7 @@ def _variants(problem: Problem, table: BlockTable, start: Candidate) -> Iterator
     plan = start.block(table.block.name)
     stages = problem.zeros if any(not parameter.buffer for parameter in table.block.parameters) else problem.zeros[:1]
     for saved in dict.fromkeys(_recompute_variants(table, plan)):
-        same = aliases(table.block, saved.nodes, saved.conversions)
-        names = [state for state in RecomputePlan.of(table.costs, saved, same).saved if not state[0].endswith("+")]
+        names = [state for state in RecomputePlan.of(table.costs, saved).saved if not state[0].endswith("+")]
         for away in _subsets(names) if problem.cluster.host is not None else [()]:
             whole = [state for state in names if state not in away and state[0] not in _from_the_batch(problem, table)]
             for parts in _partitions(problem, whole):
@@ -155,7 +153,7 @@ def _recompute_variants(table: BlockTable, plan: BlockPlan) -> Iterator[BlockPla
             return same.find(state) in saved
 
         try:
-            yield with_least_recompute(table.costs, plan, is_saved, recomputable_nodes(block))
+            yield with_least_recompute(table.costs, plan, is_saved)
         except PlanError:
             continue
 

@@ -44,11 +44,8 @@ def with_kept(graph: Graph, candidate: Candidate, cluster: Cluster, seed: int, s
         def saved(state: PlacedValue, same: Aliases = same) -> bool:
             return draw(same.find(state), "kept") < share
 
-        ready = {node.name for node in block.nodes if not overwritten_values(block) & set(node.operands())}
-        chosen = with_least_recompute(
-            costs, replace(plan, recompute_nodes=(), recompute_conversions=(), offload=()), saved, ready
-        )
-        left = RecomputePlan.of(costs, chosen, same).saved
+        chosen = with_least_recompute(costs, replace(plan, recompute_nodes=(), recompute_conversions=(), offload=()), saved)
+        left = RecomputePlan.of(costs, chosen).saved
         away = tuple(state for state in left if not state[0].endswith("+") and draw(state, "host") < offload)
         plans.append(replace(chosen, offload=away))
     return replace(candidate, blocks=tuple(plans))
@@ -61,7 +58,7 @@ def with_partition(graph: Graph, candidate: Candidate, cluster: Cluster, axis: s
     for plan in candidate.blocks:
         block = graph.block(plan.block)
         costs = BlockCosts(block, candidate.mesh, candidate.micro_batch, cluster)
-        saved = RecomputePlan.of(costs, plan, aliases(block, plan.nodes, plan.conversions))
+        saved = RecomputePlan.of(costs, plan)
         left = {at: size for at, size in saved.saved.items() if at not in saved.offloaded and not at[0].endswith("+")}
         parts = tuple((*at, axis) for at, size in left.items() if replicated_on(at[1], index) and size >= least_bytes)
         plans.append(plan if plan.recompute else replace(plan, partition_saved=parts))
