@@ -122,14 +122,14 @@ def cost_breakdown(graph: Graph, candidate: Candidate, cluster: Cluster, optimiz
     for name, trace in traces.items():
         if not counts[name]:
             continue
-        times, again = counts[name] * candidate.micro_batches, trace.recompute.repeats
+        times, repeats = counts[name] * candidate.micro_batches, trace.recompute.repeats
         operations += _operations(trace, times)
         collectives += _conversions(trace, times)
         if copied := sum(trace.recompute.offloaded.values()):
             offloads.append(OffloadCost(name, times, copied, times * sum(trace.costs.offload_seconds(copied))))
         collectives += _inside_operations(trace, times)
         converted += times * sum(
-            cost.forward_local_seconds * (1 + (each in again)) + cost.backward_local_seconds
+            cost.forward_local_seconds * (1 + (each in repeats)) + cost.backward_local_seconds
             for each in trace.plan.conversions
             for cost in [trace.costs.conversion(each.value, each.source, each.target)]
         )
@@ -161,7 +161,7 @@ def _operations(trace: CallTrace, times: int) -> Iterator[OperationCost]:
 
 
 def _conversions(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
-    costs, again = trace.costs, trace.recompute.repeats
+    costs, repeats = trace.costs, trace.recompute.repeats
     for each in trace.plan.conversions:
         cost = costs.conversion(each.value, each.source, each.target)
         kinds = tuple(kind for kind in (cost.forward_kind, cost.backward_kind) if kind is not None and kind in COLLECTIVES)
@@ -170,7 +170,7 @@ def _conversions(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
             block=trace.plan.block,
             origin=each,
             times=times,
-            seconds=times * (cost.forward_comm_seconds * (1 + (each in again)) + cost.backward_comm_seconds),
+            seconds=times * (cost.forward_comm_seconds * (1 + (each in repeats)) + cost.backward_comm_seconds),
             axis=costs.mesh.names[cost.axis],
             kinds=kinds,
             full_bytes=cost.full_bytes,
@@ -179,11 +179,11 @@ def _conversions(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
 
 
 def _inside_operations(trace: CallTrace, times: int) -> Iterator[CollectiveCost]:
-    costs, again = trace.costs, trace.recompute.repeats
+    costs, repeats = trace.costs, trace.recompute.repeats
     for each in trace.plan.nodes:
         cost = costs.node(each)
         for axis, forward, backward in zip(costs.mesh.names, cost.forward_comm_seconds, cost.backward_comm_seconds, strict=False):
-            seconds = times * (forward * (1 + (each.node in again)) + backward)
+            seconds = times * (forward * (1 + (each.node in repeats)) + backward)
             yield CollectiveCost(block=trace.plan.block, origin=each, times=times, seconds=seconds, axis=axis)
 
 

@@ -92,7 +92,7 @@ def _relax_block(
     for node in block.nodes:
         if node.name in recomputable and not _is_view(node):
             reads = tuple(dict.fromkeys(find(value) for value in node.operands() if find(value) in tensors))
-            recompute[node.name] = min(each.seconds.forward for each in table.strategies[node.name]), reads
+            recompute[node.name] = min(each.seconds.recompute.backward for each in table.strategies[node.name]), reads
     offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
     shared = frozenset(value for value, index in inputs.items() if (name, index) in several)
     return BlockRelaxation(name, calls, tensors, recompute, offload, shared)

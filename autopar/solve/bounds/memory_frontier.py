@@ -188,7 +188,7 @@ class _SavedProgram:
         needed = sum(storages.sizes[storage] for storage in storages.needs)
         if not needed or not forward:
             return
-        for column, seconds in storages.priced_columns():
+        for column, seconds in storages.seconds:
             add(self.seconds, {column: (seconds.forward + seconds.backward) / form.second_unit})
         unit = forward / needed
         sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items() if storages.sizes.get(storage)}

@@ -59,8 +59,6 @@ def _seconds(form: Formulation, name: str) -> Expression:
     out = Expression()
     for column, seconds, _ in form.priced_columns(name):
         add(out, {column: seconds.forward + seconds.backward})
-    for column, seconds in form.storages[name].priced_columns():
-        add(out, {column: seconds.forward + seconds.backward})
     return out
 
 

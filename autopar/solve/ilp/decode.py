@@ -67,8 +67,7 @@ def _block_plan(form: Formulation, values: Sequence[float], placements: dict[int
         conversions=tuple(conversions),
         zero=max(form.z[block.name], key=lambda zero: values[form.z[block.name][zero]]),
     )
-    storages = form.storages.get(block.name)
-    decided = storages is not None and (storages.recompute or storages.partitioned)
+    decided = block.name in form.storages and form.storages[block.name].seconds
     return _with_recompute(form, table, plan, values) if decided else plan
 
 

@@ -55,8 +55,8 @@ class StorageVariables:
 
     same: which placed values are one storage. sizes: in units of bytes. needs: per storage and operation, the x under which the
     operation saves it for its backward. saved: S. offloaded: O. recomputed: M, where the backward needs it and recomputes it.
-    recompute: r and c, with the seconds of the forward that is repeated. partitioned: P, by storage and mesh axis, with the
-    seconds of the copy and the gather in `gathers`; partitioned_inputs: where the storage is an input of the block.
+    partitioned: P, by storage and mesh axis; partitioned_inputs: where the storage is an input of the block. seconds: of r, c
+    and P in one call.
     """
 
     same: Aliases
@@ -65,16 +65,9 @@ class StorageVariables:
     saved: dict[PlacedValue, int] = field(default_factory=dict)
     offloaded: dict[PlacedValue, int] = field(default_factory=dict)
     recomputed: dict[PlacedValue, int] = field(default_factory=dict)
-    recompute: list[tuple[StreamSeconds, int]] = field(default_factory=list)
     partitioned: dict[tuple[PlacedValue, int], int] = field(default_factory=dict)
     partitioned_inputs: dict[tuple[PlacedValue, int], int] = field(default_factory=dict)
-    gathers: list[tuple[StreamSeconds, int]] = field(default_factory=list)
-
-    def priced_columns(self) -> Iterator[tuple[int, StreamSeconds]]:
-        """Yield r, c and P with their seconds in one call: recomputation takes the seconds of a forward, in the backward."""
-        for seconds, column in self.recompute:
-            yield column, StreamSeconds(0.0, seconds.forward, 0.0, seconds.forward_shared)
-        yield from ((column, seconds) for seconds, column in self.gathers)
+    seconds: list[tuple[int, StreamSeconds]] = field(default_factory=list)
 
     def offloaded_bytes(self) -> Expression:
         """Return the offloaded bytes of one call, in units of bytes."""
@@ -109,9 +102,11 @@ class Formulation:
     overlap: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
 
     def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
-        """Yield x, y and h of a block with their seconds in one call, and the operation (empty: a conversion)."""
+        """Yield x, y and h of a block, and r, c and P where it has storages, with their seconds in one call, and the operation
+        (empty: a conversion)."""
         yield from self.placed_columns(name)
-        yield from ((column, seconds, "") for column, seconds in self.overlap.get(name, ()))
+        storages = self.storages[name].seconds if name in self.storages else ()
+        yield from ((column, seconds, "") for column, seconds in (*self.overlap.get(name, ()), *storages))
 
     def placed_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
         """Yield x and y as `priced_columns`."""

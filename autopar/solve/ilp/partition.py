@@ -81,7 +81,7 @@ def add_partition(
         parts[p] = 1.0
         copy, gather = table.costs.partition_seconds(axis, out.sizes[storage] * form.byte_unit)
         shared = shares_data_links(form.problem.cluster, form.problem.mesh, axis)
-        out.gathers.append((StreamSeconds(copy, gather, 0.0, gather if shared else 0.0), p))
+        out.seconds.append((p, StreamSeconds(copy, gather, 0.0, gather if shared else 0.0)))
         if is_input:
             # G[t, a] >= P[t, a] + given - 1: nothing but the call holds the whole input
             held = out.partitioned_inputs[storage, axis] = form.model.variable(1.0)

@@ -134,7 +134,7 @@ class _BlockRecompute:
                     continue
                 # r[o, s] <= x[o, s]
                 self.model.row([(x, 1.0), (r, -1.0)], 0.0, INFINITY)
-                self.out.recompute.append((strategy.seconds, r))
+                self.out.seconds.append((r, strategy.seconds.recompute))
                 for index, storage in enumerate(reading):
                     reads.setdefault((index, storage), {})[r] = 1.0
             self.readers += [(storage, terms) for (_, storage), terms in reads.items()]
@@ -167,7 +167,7 @@ class _BlockRecompute:
                     continue
                 # c[e] <= y[e]
                 self.model.row([(y, 1.0), (c, -1.0)], 0.0, INFINITY)
-                self.out.recompute.append((edge.seconds, c))
+                self.out.seconds.append((c, edge.seconds.recompute))
                 self.readers.append((source, {c: 1.0}))
 
     def _needed_storages(self) -> dict[PlacedValue, None]:

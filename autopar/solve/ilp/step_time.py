@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopar.cost_models.events.memory_terms import Of
 from autopar.cost_models.events.state_transfers import Edge, PassTransfers, step_transfers
@@ -15,45 +15,22 @@ from autopar.solve.problem.problem import BlockTable, StreamSeconds
 
 
 def add_block_seconds(form: Formulation, name: str, table: BlockTable) -> None:
-    """Add seconds = sum_s x (compute + collectives inside) + sum_e y (conversion) + what is recomputed; and the part of it on
-    links of the data axis."""
-    forward: Expression = {}
-    backward: Expression = {}
-    forward_shared: Expression = {}
-    backward_shared: Expression = {}
-
-    def spend(variable: int, seconds: StreamSeconds) -> None:
-        for terms, value in (
-            (forward, seconds.forward),
-            (backward, seconds.backward),
-            (forward_shared, seconds.forward_shared),
-            (backward_shared, seconds.backward_shared),
-        ):
-            if value:
-                add(terms, {variable: value / form.second_unit})
-
+    """Add seconds = sum_s x (compute + collectives inside) + sum_e y (conversion) + what is recomputed, beside which tensors are
+    copied to the host in the forward and back in the backward; and the part of it on links of the data axis."""
+    streams: dict[str, Expression] = {each.name: {} for each in fields(StreamSeconds)}
     for column, seconds, _ in form.priced_columns(name):
-        spend(column, seconds)
-    if name in form.storages:
-        for column, seconds in form.storages[name].priced_columns():
-            spend(column, seconds)
+        for stream, terms in streams.items():
+            if value := getattr(seconds, stream):
+                add(terms, {column: value / form.second_unit})
     several = form.problem.mesh.sizes[0] > 1
-    to_host, from_host = _offload_seconds(form, name, table)
-    form.forward[name] = (
-        _overlapped_offload(form, forward, to_host),
-        {form.model.define(forward_shared): 1.0} if several and forward_shared else {},
-    )
-    form.backward[name] = (
-        _overlapped_offload(form, backward, from_host),
-        {form.model.define(backward_shared): 1.0} if several and backward_shared else {},
-    )
-
-
-def _offload_seconds(form: Formulation, name: str, table: BlockTable) -> tuple[Terms, Terms]:
-    """Seconds of the host link during one call: tensors offloaded in the forward, and copied back in the backward."""
     offloaded = form.storages[name].offloaded_bytes() if name in form.storages else {}
-    to_host, from_host = table.costs.offload_seconds(form.byte_unit) if offloaded else (0.0, 0.0)
-    return total((to_host / form.second_unit, offloaded)), total((from_host / form.second_unit, offloaded))
+    copies = table.costs.offload_seconds(form.byte_unit) if offloaded else (0.0, 0.0)
+    for columns, stream, copy in ((form.forward, "forward", copies[0]), (form.backward, "backward", copies[1])):
+        shared = streams[f"{stream}_shared"]
+        columns[name] = (
+            _overlapped_offload(form, streams[stream], total((copy / form.second_unit, offloaded))),
+            {form.model.define(shared): 1.0} if several and shared else {},
+        )
 
 
 def _overlapped_offload(form: Formulation, main: Terms, offload: Terms) -> int:

@@ -36,6 +36,11 @@ class StreamSeconds:
     forward_shared: float = 0.0
     backward_shared: float = 0.0
 
+    @property
+    def recompute(self) -> StreamSeconds:
+        """The seconds of its recomputation: those of the forward, in the backward."""
+        return StreamSeconds(0.0, self.forward, 0.0, self.forward_shared)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
