@@ -6,8 +6,9 @@ working set), so that the solver's linear model sums the same terms.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.cost_models.compute.loss_chunks import chunk_bytes
 from autopar.cost_models.compute.operations import token_copy_share
@@ -22,6 +23,30 @@ from autopar.rules.conversions import axis_conversion, changed_axis
 
 OFFLOAD_WINDOW = 2.0
 """Calls whose offloaded tensors are on the device: the one that runs, and the one whose copy is under way."""
+
+
+class HeldBytes(NamedTuple):
+    """The bytes on the device of a tensor that a backward needs and that is not saved there whole: from forward to backward, and
+    beside these while the forward and the backward of its call run."""
+
+    saved: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def recomputed_bytes(size: float) -> HeldBytes:
+    """Return the bytes of a tensor that is recomputed."""
+    return HeldBytes(backward=size)
+
+
+def offloaded_bytes(size: float) -> HeldBytes:
+    """Return the bytes of a tensor that lies in host memory meanwhile."""
+    return HeldBytes(forward=(OFFLOAD_WINDOW - 1) * size, backward=OFFLOAD_WINDOW * size)
+
+
+def partitioned_bytes(size: float, ranks: int) -> HeldBytes:
+    """Return the bytes of a tensor that is saved in parts: the part of one rank, its copy, and what the backward gathers."""
+    return HeldBytes(size / ranks, size / ranks, size)
 
 
 def saved_storages(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[tuple[PlacedValue, float]]:
@@ -118,13 +143,13 @@ def block_memory(costs: BlockCosts, plan: BlockPlan, recompute: RecomputePlan | 
     outputs = list(zip(block.outputs, plan.outputs, strict=True))
     input_gradients = sum(costs.value_bytes(name, at) for name, at in inputs if costs.values[name].differentiable)
     forward, backward, nodes = _working_sets(costs, plan)
-    recomputed, offloaded = sum(recompute.recomputed.values()), sum(recompute.offloaded.values())
     if plan.recompute:
-        input_bytes = tuple((index, costs.value_bytes(*value)) for index, value in enumerate(inputs))
+        recomputed = sum(recompute.recomputed.values())
+        saved_inputs = tuple((index, costs.value_bytes(*value)) for index, value in enumerate(inputs))
         returned = sum(costs.value_bytes(*value) for value in outputs)  # not recomputed
         return BlockMemory(
             internal_saved_bytes=0.0,
-            boundary_saved_bytes=input_bytes,
+            boundary_saved_bytes=saved_inputs,
             forward_bytes=forward,
             backward_bytes=input_gradients + max(backward + recomputed, forward - returned),
             input_gradient_bytes=input_gradients,
@@ -134,39 +159,21 @@ def block_memory(costs: BlockCosts, plan: BlockPlan, recompute: RecomputePlan | 
     boundary.update({same.find(value): index for index, value in enumerate(inputs)})
     elsewhere = {*recompute.offloaded, *recompute.partitioned}
     saved = {storage: size for storage, size in recompute.saved.items() if storage not in elsewhere}
-    parts = PartitionedBytes.of(costs, recompute, {same.find(value) for value in inputs})
+    held = [*map(recomputed_bytes, recompute.recomputed.values()), *map(offloaded_bytes, recompute.offloaded.values())]
+    for storage, axis in recompute.partitioned.items():
+        held.append(partitioned_bytes(recompute.saved[storage], costs.mesh.sizes[axis]))
+        if boundary.get(storage, -1) >= 0:  # nothing but the call holds the whole input
+            held.append(HeldBytes(forward=recompute.saved[storage]))
+    internal = sum(size for storage, size in saved.items() if storage not in boundary)
     return BlockMemory(
-        internal_saved_bytes=sum(size for storage, size in saved.items() if storage not in boundary) + parts.saved,
+        internal_saved_bytes=internal + sum(each.saved for each in held),
         boundary_saved_bytes=tuple((boundary[storage], size) for storage, size in saved.items() if storage in boundary),
-        forward_bytes=forward + (OFFLOAD_WINDOW - 1) * offloaded + parts.forward,
-        backward_bytes=backward + input_gradients + recomputed + OFFLOAD_WINDOW * offloaded + parts.backward,
+        forward_bytes=forward + sum(each.forward for each in held),
+        backward_bytes=backward + input_gradients + sum(each.backward for each in held),
         input_gradient_bytes=input_gradients,
-        offloaded_bytes=offloaded,
+        offloaded_bytes=sum(recompute.offloaded.values()),
         peak_nodes=nodes,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionedBytes:
-    """The bytes of tensors that are saved in parts: the parts of one rank; what the forward holds besides (the copies, and
-    inputs, which nothing else keeps); and what the backward gathers."""
-
-    saved: float
-    forward: float
-    backward: float
-
-    @staticmethod
-    def of(costs: BlockCosts, recompute: RecomputePlan, inputs: Collection[PlacedValue]) -> PartitionedBytes:
-        each = [
-            partitioned_bytes(recompute.saved[storage], costs.mesh.sizes[axis], storage in inputs)
-            for storage, axis in recompute.partitioned.items()
-        ]
-        return PartitionedBytes(*(sum(sizes) for sizes in zip(*each, strict=True))) if each else PartitionedBytes(0.0, 0.0, 0.0)
-
-
-def partitioned_bytes(size: float, ranks: int, is_input: bool) -> tuple[float, float, float]:
-    """Return the terms of `PartitionedBytes` for one tensor; `is_input`: it is an input of the block."""
-    return size / ranks, size / ranks + is_input * size, size
 
 
 def _working_sets(costs: BlockCosts, plan: BlockPlan) -> tuple[float, float, tuple[str, str]]:

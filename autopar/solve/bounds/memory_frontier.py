@@ -17,7 +17,7 @@ from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import add, total
-from autopar.solve.ilp.partition import may_partition, partition_terms
+from autopar.solve.ilp.partition import may_partition
 from autopar.solve.ilp.recompute_offload import add_storages
 from autopar.solve.ilp.solver import most_nodes, solve, solve_large
 from autopar.solve.problem.boundary import Slot
@@ -193,7 +193,7 @@ class _SavedProgram:
         unit = forward / needed
         sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items() if storages.sizes.get(storage)}
         add(self.bytes, sizes, unit)
-        add(self.bytes, partition_terms(form, storages)[0], unit)
+        add(self.bytes, storages.held_bytes(form.problem.mesh.sizes)[0], unit)
 
     def plans_at(self, price: float) -> dict[str, BlockPlan] | None:
         """Return the optimum where a saved byte costs ``price x forward seconds of the block / bytes that it would save``."""

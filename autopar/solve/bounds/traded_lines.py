@@ -12,7 +12,6 @@ from autopar.solve.bounds.call_lines import Frontier, SavedLine
 from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import add
-from autopar.solve.ilp.partition import partition_terms
 from autopar.solve.ilp.recompute_offload import add_storages, small_size
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -77,5 +76,5 @@ def _saved(form: Formulation, table: BlockTable, block: BlockRelaxation) -> Expr
         share = min(ends.get(storage, 1.0), shares.get(base.get(storage[0], storage[0]), 0.0))
         if size > small and share:
             add(out, {column: size * share * form.byte_unit})
-    add(out, {column: size * form.byte_unit for column, size in partition_terms(form, storages)[0].items()})
+    add(out, storages.held_bytes(form.problem.mesh.sizes)[0], form.byte_unit)
     return out

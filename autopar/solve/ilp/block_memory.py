@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.step.block_memory import (
-    OFFLOAD_WINDOW,
     backward_working_bytes,
     conversion_bytes,
     forward_output_bytes,
@@ -20,7 +19,6 @@ from autopar.cost_models.step.recompute import recomputable_nodes
 from autopar.ir.plan import Conversion
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total
-from autopar.solve.ilp.partition import partition_terms
 from autopar.solve.ilp.storages import boundary_values
 from autopar.solve.problem.boundary import BlockBoundaries, Slot
 from autopar.solve.problem.problem import BlockTable, Problem
@@ -55,9 +53,7 @@ def add_block_memory(form: Formulation, name: str, table: BlockTable, out: Block
     """Add the terms of one block, and the rows that define them."""
     storages = form.storages[name]
     model, byte, costs = form.model, form.byte_unit, table.costs
-    recomputed = {m: storages.sizes[storage] for storage, m in storages.recomputed.items()}
-    window = storages.offloaded_bytes()
-    parts, copied, gathered = partition_terms(form, storages)
+    parts, forward_held, backward_held = storages.held_bytes(form.problem.mesh.sizes)
     _add_saved(form, name, table, out, parts)
     working, workspace = model.variable(), model.variable()
     forward: Expression = {}
@@ -72,10 +68,10 @@ def add_block_memory(form: Formulation, name: str, table: BlockTable, out: Block
             size = conversion_bytes(costs, Conversion(value, conversions.states[edge.source], conversions.states[edge.target]))
             add(forward, {y: size / byte} if size else {})
     gradients = _input_gradients(form, name, table)
-    forward = total((1.0, forward), (1.0, {workspace: 1.0}), (OFFLOAD_WINDOW - 1, window), (1.0, copied))
+    forward = total((1.0, forward), (1.0, {workspace: 1.0}), (1.0, forward_held))
     out.forward_bytes[name] = _one_variable(form, forward)
     out.input_gradient_bytes[name] = _one_variable(form, gradients)
-    backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, recomputed), (OFFLOAD_WINDOW, window), (1.0, gathered))
+    backward = total((1.0, {working: 1.0}), (1.0, gradients), (1.0, backward_held))
     out.backward_bytes[name] = _one_variable(form, backward)
 
 

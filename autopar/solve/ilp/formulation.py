@@ -13,10 +13,11 @@ the seconds of a backward's collective that gradients of weights hide. The rest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.events.memory_terms import STATE_FIELDS
+from autopar.cost_models.step.block_memory import HeldBytes, offloaded_bytes, partitioned_bytes, recomputed_bytes
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
 from autopar.solve.ilp.linear_model import LinearModel, Terms
 from autopar.solve.problem.boundary import CallKind, Slot
@@ -72,6 +73,16 @@ class StorageVariables:
     def offloaded_bytes(self) -> Expression:
         """Return the offloaded bytes of one call, in units of bytes."""
         return {variable: self.sizes[storage] for storage, variable in self.offloaded.items()}
+
+    def held_bytes(self, axis_sizes: Sequence[int]) -> tuple[Expression, ...]:
+        """Return the `HeldBytes` of one call, in units of bytes, on a mesh with axes of these sizes."""
+        held = [(column, recomputed_bytes(self.sizes[storage])) for storage, column in self.recomputed.items()]
+        held += [(column, offloaded_bytes(self.sizes[storage])) for storage, column in self.offloaded.items()]
+        for (storage, axis), column in self.partitioned.items():
+            held.append((column, partitioned_bytes(self.sizes[storage], axis_sizes[axis])))
+            if (storage, axis) in self.partitioned_inputs:
+                held.append((self.partitioned_inputs[storage, axis], HeldBytes(forward=self.sizes[storage])))
+        return tuple({column: each[place] for column, each in held if each[place]} for place in range(3))
 
 
 @dataclass(slots=True)

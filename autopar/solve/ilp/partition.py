@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost_models.hardware.mesh_links import shares_data_links
-from autopar.cost_models.step.block_memory import partitioned_bytes
 from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements, Shard
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
-from autopar.solve.ilp.linear_model import Terms, add, total
+from autopar.solve.ilp.linear_model import Terms, total
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, StreamSeconds
 
@@ -87,19 +86,3 @@ def add_partition(
             held = out.partitioned_inputs[storage, axis] = form.model.variable(1.0)
             form.model.at_least(held, total((1.0, {p: 1.0}), (1.0, is_input)), -1.0)
     return parts
-
-
-def partition_terms(form: Formulation, storages: StorageVariables) -> tuple[Expression, Expression, Expression]:
-    """Return the terms of `PartitionedBytes` of one call: saved, forward, backward, in units of bytes."""
-    saved: Expression = {}
-    forward: Expression = {}
-    backward: Expression = {}
-    for (storage, axis), p in storages.partitioned.items():
-        size = storages.sizes[storage]
-        part, copied, gathered = partitioned_bytes(size, form.problem.mesh.sizes[axis], False)
-        add(saved, {p: part})
-        add(forward, {p: copied})
-        add(backward, {p: gathered})
-        if (storage, axis) in storages.partitioned_inputs:
-            add(forward, {storages.partitioned_inputs[storage, axis]: size})
-    return saved, forward, backward
