@@ -13,6 +13,7 @@ from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.operations.table import operation
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel
 from autopar.solve.problem.problem import BlockTable, Problem
 
 _Slot = tuple[str, int]
@@ -96,6 +97,29 @@ def _relax_block(
     offload = sum(costs.offload_seconds(1.0)) if problem.cluster.host is not None else None
     shared = frozenset(value for value, index in inputs.items() if (name, index) in several)
     return BlockRelaxation(name, calls, tensors, recompute, offload, shared)
+
+
+def add_block(model: LinearModel, block: BlockRelaxation, offloads: bool = False) -> tuple[dict[str, int], ...]:
+    """Add S, O (where calls may offload), A and r of one block, with the rows that bind them; return S and O by tensor, and r by
+    operation."""
+    r = {name: model.variable(1.0) for name in block.recompute}
+    saved, offloaded, available = dict[str, int](), dict[str, int](), dict[str, int]()
+    for name, tensor in block.tensors.items():
+        saved[name] = model.variable(1.0)
+        support = {saved[name]: 1.0}
+        if offloads and block.offload_seconds_per_byte is not None and tensor.bytes:
+            offloaded[name] = model.variable(1.0)
+            support[offloaded[name]] = 1.0
+        if tensor.producer in r:
+            support[r[tensor.producer]] = 1.0
+        # A <= S + O + r of what produces it
+        available[name] = a = model.variable(1.0, lower=float(tensor.needed))
+        model.row({**support, a: -1.0}, 0.0, INFINITY)
+    for name, (_, reads) in block.recompute.items():
+        for value in reads:
+            # r <= A of what it reads
+            model.row([(available[value], 1.0), (r[name], -1.0)], 0.0, INFINITY)
+    return saved, offloaded, r
 
 
 def _most_parts(mesh: Mesh, placements: Placements) -> int:

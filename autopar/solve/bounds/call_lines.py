@@ -12,7 +12,7 @@ from time import monotonic
 
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.operations.losses import runs_in_chunks
-from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel
 from autopar.solve.ilp.solver import Status, solve
@@ -107,8 +107,7 @@ def _operations_seconds(problem: Problem, name: str, direction: tuple[float, flo
     for node, strategies in table.strategies.items():
         split = inputs + WEIGHT_GRADIENT_SHARE * (weights - inputs) if node in delayed else inputs
         out += min(
-            forward * each.seconds.forward
-            + (inputs if runs_in_chunks(each.plan.function) else split) * each.seconds.backward
+            forward * each.seconds.forward + (inputs if runs_in_chunks(each.plan.function) else split) * each.seconds.backward
             for each in strategies
         )
     return out
@@ -183,24 +182,10 @@ def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:
 
 def _recomputation_frontier(block: BlockRelaxation) -> Frontier:
     """Return the frontier of recomputed seconds and saved bytes, without placements."""
-    model, seconds, sizes = LinearModel(), dict[int, float](), dict[int, float]()
+    model, own = LinearModel(), {name: each for name, each in block.tensors.items() if name not in block.shared}
     most_seconds = sum(seconds for seconds, _ in block.recompute.values()) or 1.0
-    most_bytes = sum(each.bytes for name, each in block.tensors.items() if name not in block.shared) or 1.0
-    again = {name: model.variable(1.0) for name in block.recompute}
-    available: dict[str, int] = {}
-    for name, tensor in block.tensors.items():
-        saved = model.variable(1.0)
-        if name not in block.shared:
-            sizes[saved] = tensor.copies / block.calls * tensor.bytes / most_bytes
-        support = {saved: 1.0}
-        if tensor.producer in again:
-            support[again[tensor.producer]] = 1.0
-        available[name] = there = model.variable(1.0, lower=float(tensor.needed))
-        # available <= saved + recomputation of what produces it
-        model.row({**support, there: -1.0}, 0.0, INFINITY)
-    for name, (each, reads) in block.recompute.items():
-        seconds[again[name]] = each / most_seconds
-        for value in reads:
-            # recomputation <= available, for all that it reads
-            model.row([(available[value], 1.0), (again[name], -1.0)], 0.0, INFINITY)
+    most_bytes = sum(each.bytes for each in own.values()) or 1.0
+    saved, _, r = add_block(model, block)
+    seconds = {r[name]: each / most_seconds for name, (each, _) in block.recompute.items()}
+    sizes = {saved[name]: each.copies / block.calls * each.bytes / most_bytes for name, each in own.items()}
     return Frontier(model, seconds, sizes, most_seconds, most_bytes)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
-from autopar.solve.bounds.block_relaxation import BlockRelaxation
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.call_state import own_parameters, sharded_state
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, add, total
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, total
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.boundary import CallKind
 from autopar.solve.problem.problem import Problem
@@ -127,29 +127,15 @@ class _MemoryRelaxation:
     def add_block(self, block: BlockRelaxation) -> None:
         """Add S, O, A and r of one block. The tables' micro-batches are `repeats` in a step; memory is that of the smaller ones,
         of which one is in flight."""
-        model, repeats = self.model, self.problem.micro_batches
+        saved, offloaded, r = add_block(self.model, block, self.offloads)
+        repeats, copied = self.problem.micro_batches, self.offload.setdefault(block.name, {})
         byte = self.held * repeats / self.micro_batches / self.budget_bytes
-        r = {name: model.variable(1.0) for name in block.recompute}
-        available: dict[str, int] = {}
-        offload = self.offload.setdefault(block.name, {})
         for name, tensor in block.tensors.items():
-            saved = model.variable(1.0)
-            add(self.memory, {saved: tensor.copies * tensor.bytes * byte})
-            support = {saved: 1.0}
-            if self.offloads and block.offload_seconds_per_byte is not None and tensor.bytes:
-                offloaded = model.variable(1.0)
-                support[offloaded] = 1.0
-                offload[offloaded] = block.calls * repeats * tensor.bytes * block.offload_seconds_per_byte / self.unit
-            if tensor.producer in r:
-                support[r[tensor.producer]] = 1.0
-            # A <= S + O + r of what produces it
-            available[name] = a = model.variable(1.0, lower=float(tensor.needed))
-            model.row({**support, a: -1.0}, 0.0, INFINITY)
-        for name, (seconds, reads) in block.recompute.items():
-            add(self.recompute, {r[name]: block.calls * repeats * seconds / self.unit})
-            for value in reads:
-                # r <= A of what it reads
-                model.row([(available[value], 1.0), (r[name], -1.0)], 0.0, INFINITY)
+            self.memory[saved[name]] = tensor.copies * tensor.bytes * byte
+            if name in offloaded and block.offload_seconds_per_byte is not None:
+                copied[offloaded[name]] = block.calls * repeats * tensor.bytes * block.offload_seconds_per_byte / self.unit
+        for name, (seconds, _) in block.recompute.items():
+            self.recompute[r[name]] = block.calls * repeats * seconds / self.unit
 
     def add_flow_bounds(self, flow: Mapping[float, float], shape: PipelineShape) -> None:
         """Add the seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
