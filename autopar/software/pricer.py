@@ -10,7 +10,6 @@ from autopar.cost_models.events.memory_terms import held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
-from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import Evaluation, SharedCosts, evaluate, stage_traces
@@ -213,8 +212,7 @@ class _LayerTraces:
                 costs = BlockCosts(trace.costs.block, mesh, ranks * configuration.micro, cluster, configuration.group)
                 stored = list(zip(trace.costs.block.parameters, trace.plan.parameters, strict=True))
                 cost = costs.state_cost(stored, zero, precision, optimizer)
-                shards = configuration.group or ranks
-                moved = StateCommunication.of(cost, zero, shards, cluster.device, precision, count)
+                moved = costs.state_communication(cost, zero, precision, count)
                 memory = cost.memory
                 held += share * (memory.parameters + memory.optimizer + held_bytes(memory, count > 1))
                 seconds += share * transfer_seconds(step_transfers(cluster.overlap).counted(count), moved).sent

@@ -20,7 +20,7 @@ from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.state.offload_cost import offload_target, optimizer_target
 from autopar.cost_models.state.optimizers import Optimizer
-from autopar.cost_models.state.state_communication import accumulate_seconds
+from autopar.cost_models.state.state_communication import StateCommunication
 from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
 from autopar.cost_models.state.state_group import StateGroup, state_group
 from autopar.cost_models.state.state_memory import StatePolicy
@@ -251,9 +251,9 @@ class BlockCosts:
         policy = self._state_policy(precision, optimizer)
         return cost + state_cost(local, zero, links, self.cluster.device, precision, optimizer, policy)
 
-    def accumulate_seconds(self, cost: StateCost, zero: int, precision: Precision) -> float:
-        """Return the seconds to add the gradients of a micro-batch to those accumulated before."""
-        return accumulate_seconds(cost, zero, self.state_links[0].size, self.cluster.device, precision)
+    def state_communication(self, cost: StateCost, zero: int, precision: Precision, micro_batches: int) -> StateCommunication:
+        """Return the seconds of a group's transfers, accumulation and update in a step."""
+        return StateCommunication.of(cost, zero, self.state_links[0].size, self.cluster.device, precision, micro_batches)
 
     def group_state_cost(self, group: StateGroup, zero: int, precision: Precision, optimizer: Optimizer) -> StateCost:
         """Return the `state_cost` of one group (between `state_price_bends` linear in its counts but for latencies)."""

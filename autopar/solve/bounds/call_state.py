@@ -62,15 +62,15 @@ def sharded_state(
 ) -> tuple[StateCommunication, float]:
     """Return the communication of parameters that are sharded over all model axes, under a ZeRO stage, and the bytes that the
     allocator reserves for them when the last forward ends."""
-    costs, device = problem.blocks[block].costs, problem.cluster.device
+    costs = problem.blocks[block].costs
     cut = problem.mesh.size // problem.mesh.size_of(DATA_AXIS)
     sizes = [stored_elements(each, problem.precision) for each in parameters]
     trained = sum(size for each, size in zip(parameters, sizes, strict=True) if each.trainable) / cut
     share, matrices = matrix_work(parameters)
     group = StateGroup(sum(sizes) / cut, trained, len(parameters), matrix_share=share, matrices=matrices)
     cost = costs.group_state_cost(group, zero, problem.precision, optimizer_named(problem.optimizer))
-    sent = StateCommunication.of(cost, zero, costs.state_links[0].size, device, problem.precision, micro_batches)
-    held, memory = 1 + fragmentation(device), cost.memory
+    sent = costs.state_communication(cost, zero, problem.precision, micro_batches)
+    held, memory = 1 + fragmentation(problem.cluster.device), cost.memory
     return sent, memory.parameters + memory.optimizer + held * held_bytes(memory, micro_batches > 1)
 
 

@@ -28,7 +28,7 @@ Expression = dict[int, float]
 
 
 _STATE_TERMS = (
-    *("gather_first", "gather_backward", "reduce_last", "reduce_each", "accumulate", "optimizer_streaming", "optimizer_launches"),
+    *("gather_first", "gather_backward", "reduce_last", "reduce_each", "accumulate_seconds", "optimizer_seconds"),
     *("parameters", "optimizer", *STATE_FIELDS),
 )
 
@@ -37,8 +37,7 @@ _STATE_TERMS = (
 class StateTerms:
     """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u by name.
 
-    Seconds: the fields of `StateCommunication` of the same names; accumulate: added to each backward. optimizer_streaming,
-    optimizer_launches: the update of the local shard.
+    Seconds: the fields of `StateCommunication` of the same names.
     Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant.
     """
 

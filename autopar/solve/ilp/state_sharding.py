@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from autopar.cost_models.events.memory_terms import STATE_FIELDS
-from autopar.cost_models.state.optimizers import Optimizer, optimizer_named
+from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
 from autopar.cost_models.state.state_group import MatrixWork, StateGroup, matrix_work, stored_elements
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.tensors.sizes import itemsize, shard_count
 from autopar.ir.graph import Parameter
 from autopar.ir.placement import Placements
-from autopar.ir.plan import Precision
 from autopar.solve.ilp.formulation import Expression, Formulation, StateTerms
 from autopar.solve.ilp.linear_model import INFINITY, Terms, add, total
 from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import Problem
 
 
 def add_zero_stages(form: Formulation) -> None:
@@ -119,30 +120,20 @@ def _local_elements(
 class _StatePrices:
     """The seconds of a group under one ZeRO stage, as functions of its elements (all, or trainable) on one device."""
 
+    problem: Problem
     costs: BlockCosts
     zero: int
-    precision: Precision
-    optimizer: Optimizer
     matrix_share: float
 
     def cost(self, elements: float, trainable: float, tensors: int = 0, matrices: MatrixWork | None = None) -> StateCost:
         group = StateGroup(elements, trainable, tensors, matrix_share=self.matrix_share, matrices=matrices or MatrixWork())
-        return self.costs.group_state_cost(group, self.zero, self.precision, self.optimizer)
+        return self.costs.group_state_cost(group, self.zero, self.problem.precision, optimizer_named(self.problem.optimizer))
 
-    def gather_forward(self, elements: float) -> float:
-        return self.cost(elements, 0.0).gather_forward_seconds
-
-    def gather_backward(self, elements: float) -> float:
-        return self.cost(elements, 0.0).gather_backward_seconds
-
-    def reduce(self, trainable: float) -> float:
-        return self.cost(0.0, trainable).reduce_seconds
-
-    def accumulate(self, trainable: float) -> float:
-        return self.costs.accumulate_seconds(self.cost(0.0, trainable), self.zero, self.precision)
-
-    def optimizer_step(self, trainable: float) -> float:
-        return self.cost(0.0, trainable).optimizer_seconds
+    def seconds(self, field: str, elements: float) -> float:
+        """Return a field of `StateCommunication`: a gather of so many elements, or what is done with so many trainable ones."""
+        cost = self.cost(elements, 0.0) if field.startswith("gather") else self.cost(0.0, elements)
+        communication = self.costs.state_communication(cost, self.zero, self.problem.precision, self.problem.micro_batches)
+        return float(getattr(communication, field))
 
     def optimizer_constant(self, tensors: int, matrices: MatrixWork) -> float:
         """Return what does not depend on placements: launches, and updates of whole matrices."""
@@ -216,22 +207,20 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
     share, matrices = matrix_work([each.parameter for each in parameters])
     out = StateTerms(buffer_bytes=buffer_bytes / form.byte_unit)
     for zero, column in z.items():
-        prices = _StatePrices(costs, zero, problem.precision, optimizer_named(problem.optimizer), share)
+        prices = _StatePrices(problem, costs, zero, share)
         terms = _GroupTerms(form, column)
         elements = total(*((1.0, each.elements[zero]) for each in parameters))
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
         extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
         gathers, reductions = costs.state_price_bends(zero, problem.precision, optimizer_named(problem.optimizer))
-        terms.seconds(out["gather_first"], prices.gather_forward, elements, extremes, gathers)
-        terms.seconds(out["gather_backward"], prices.gather_backward, elements, extremes, gathers)
-        terms.seconds(out["reduce_last"], prices.reduce, trained, trained_extremes, reductions)
-        if problem.micro_batches > 1:
-            if zero >= 2:
-                terms.seconds(out["reduce_each"], prices.reduce, trained, trained_extremes, reductions)
-            terms.seconds(out["accumulate"], prices.accumulate, trained, trained_extremes)
-        terms.seconds(out["optimizer_streaming"], prices.optimizer_step, trained, trained_extremes)
+        for field in ("gather_first", "gather_backward"):
+            terms.seconds(out[field], partial(prices.seconds, field), elements, extremes, gathers)
+        each = ("reduce_each", "accumulate_seconds") if problem.micro_batches > 1 else ()
+        for field in ("reduce_last", *each, "optimizer_seconds"):
+            bends = reductions if field.startswith("reduce") else ()
+            terms.seconds(out[field], partial(prices.seconds, field), trained, trained_extremes, bends)
         if trained_extremes[1]:
-            add(out["optimizer_launches"], {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
+            add(out["optimizer_seconds"], {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
         memory = prices.cost(1.0, 1.0, len(parameters)).memory
         terms.bytes(out["parameters"], elements, memory.parameters)
         terms.bytes(out["optimizer"], trained, memory.optimizer)

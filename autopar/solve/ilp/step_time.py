@@ -61,10 +61,8 @@ def add_step_seconds(form: Formulation) -> None:
         model.at_least(forward, total((1.0, later.transfers), (1.0, backward.left)))
         model.minimise(total((others, {forward: 1.0}), (others, backward.seconds)))
     for key, state in form.states.items():
-        if state["optimizer_streaming"]:
-            # optimizer = streaming of the local shard + launches (of a CPU)
-            count = float(boundary.kind_counts[key] if key is not None else 1)
-            model.minimise(total((count, state["optimizer_streaming"]), (count, state["optimizer_launches"])))
+        # optimizer = updates of the local shards, with their launches
+        model.minimise(total((float(boundary.kind_counts[key] if key is not None else 1), state["optimizer_seconds"])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,8 @@ def _play(form: Formulation, one: PassTransfers) -> _PassTerms:
         busy: Terms = {main: 1.0}
         if one.reduction is not None:
             # gradients of shared parameters are complete when the first call's backward ends
-            accumulated = root["accumulate"] if root is not None and last else {}
-            busy = total((1.0, busy), (1.0, states[kind]["accumulate"]), (1.0, accumulated))
+            accumulated = root["accumulate_seconds"] if root is not None and last else {}
+            busy = total((1.0, busy), (1.0, states[kind]["accumulate_seconds"]), (1.0, accumulated))
         overlapped = total(*((float(each.overlaps), terms) for each, terms in beside))
         seconds += [(float(count) * (not each.overlaps), terms) for each, terms in beside]
         seconds.append((float(count), _call_seconds(form, busy, overlapped, shared)))

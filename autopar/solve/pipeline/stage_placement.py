@@ -110,12 +110,10 @@ class StagePlacement:
         return out
 
     def _tables(self, point: GridPoint, part: Cluster, runs: TracedOptions, costs: dict[str, BlockCosts]) -> StageTables:
-        data = point.mesh.size_of(DATA_AXIS)
-        zeros = self.options.zeros if data > 1 else (0,)
+        zeros = self.options.zeros if point.mesh.size_of(DATA_AXIS) > 1 else (0,)
         setting = StageSetting(
             batch=self.graph.batch,
             micro_batches=point.micro_batches,
-            shards=point.zero_group or data,
             precision=self.options.precision,
             optimizer=self.options.optimizer,
             device=part.device,

@@ -52,12 +52,10 @@ class CallCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageSetting:
-    """The setting of a step: global batch, its micro-batches, ranks that share one copy of the state, precision, optimizer; and
-    the hardware."""
+    """The setting of a step: global batch, its micro-batches, precision, optimizer; and the hardware."""
 
     batch: int
     micro_batches: int
-    shards: int
     precision: Precision
     optimizer: str
     device: Device
@@ -137,7 +135,7 @@ class StageTables:
             for zero in zeros
         }
         self.calls = [
-            {name: call_cost(trace, states[name, zero], zero, setting) for name, trace in traced.traces[number].items()}
+            {name: call_cost(trace, *states[name, zero], setting) for name, trace in traced.traces[number].items()}
             for number, zero in self.names
         ]
 
@@ -180,16 +178,16 @@ class StageTables:
         return load, pass_seconds, state, running + self.inputs, _ranges([self.held * size for size in self.saved[number]])
 
 
-def block_state(costs: BlockCosts, trace: CallTrace, zero: int, setting: StageSetting) -> StateCost:
-    """Return the state cost of all parameters of a block."""
+def block_state(costs: BlockCosts, trace: CallTrace, zero: int, setting: StageSetting) -> tuple[StateCost, StateCommunication]:
+    """Return the state cost of all parameters of a block, and its seconds in a step."""
     stored = list(zip(costs.block.parameters, trace.plan.parameters, strict=True))
-    return costs.state_cost(stored, zero, setting.precision, optimizer_named(setting.optimizer))
+    cost = costs.state_cost(stored, zero, setting.precision, optimizer_named(setting.optimizer))
+    return cost, costs.state_communication(cost, zero, setting.precision, setting.micro_batches)
 
 
-def call_cost(trace: CallTrace, cost: StateCost, zero: int, setting: StageSetting) -> CallCost:
-    """Price one call of a block under a ZeRO stage."""
+def call_cost(trace: CallTrace, cost: StateCost, communication: StateCommunication, setting: StageSetting) -> CallCost:
+    """Price one call of a block whose state costs so much."""
     many, contention = setting.micro_batches, setting.overlap.contention
-    communication = StateCommunication.of(cost, zero, setting.shards, setting.device, setting.precision, many)
     forward = sum(seconds for seconds, _ in trace.forward)
     backward = sum(seconds for seconds, _ in trace.backward) + communication.accumulate_seconds
     order = step_transfers(setting.overlap, pipelined=True)
