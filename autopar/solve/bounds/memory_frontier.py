@@ -177,13 +177,11 @@ class _SavedProgram:
         self.bytes: dict[int, float] = {}
         for name, table in fixed.blocks.items():
             form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
-            add_storages(form, name, table, decide=True)
+            add_storages(form, name, table, decide=True, offloads=False)
             self._price(name, table)
 
     def _price(self, name: str, table: BlockTable) -> None:
         form, storages = self.form, self.form.storages[name]
-        for offloaded in storages.offloaded.values():
-            form.model.upper[offloaded] = 0.0
         forward = sum(strategies[0].seconds.forward for strategies in table.strategies.values()) / form.second_unit
         needed = sum(storages.sizes[storage] for storage in storages.needs)
         if not needed or not forward:

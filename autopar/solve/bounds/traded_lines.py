@@ -47,9 +47,7 @@ def _formulation(problem: Problem, table: BlockTable) -> Formulation:
     name = table.block.name
     form = formulate_flows(problem, (name,))
     add_conversion_trees(form, table)
-    add_storages(form, name, table, decide=True)
-    for offloaded in form.storages[name].offloaded.values():
-        form.model.upper[offloaded] = 0.0
+    add_storages(form, name, table, decide=True, offloads=False)
     return form
 
 

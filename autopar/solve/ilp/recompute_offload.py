@@ -31,8 +31,9 @@ _MIN_SHARE = 1e-3
 """Storages below this share of all that a block could save are not worth a decision."""
 
 
-def add_storages(form: Formulation, name: str, table: BlockTable, decide: bool) -> None:
-    """Add the variables and rows of one block. Without `decide` all that the backward needs is saved."""
+def add_storages(form: Formulation, name: str, table: BlockTable, decide: bool, offloads: bool = True) -> None:
+    """Add the variables and rows of one block. Without `decide` all that the backward needs is saved, without `offloads` nothing
+    is offloaded."""
     out = StorageVariables(storage_names(table))
     form.storages[name] = out
     for node, strategies in table.strategies.items():
@@ -42,7 +43,7 @@ def add_storages(form: Formulation, name: str, table: BlockTable, decide: bool) 
                     out.needs.setdefault(storage, {}).setdefault(node, {})[x] = 1.0
                     out.sizes[storage] = size / form.byte_unit
     if decide:
-        _BlockRecompute(form, name, table, out).add()
+        _BlockRecompute(form, name, table, out, offloads).add()
     else:
         _save_everything(form, out)
 
@@ -80,7 +81,7 @@ class _BlockRecompute:
     converted: storages that a conversion brings a value to without naming them. readers: (storage, r or c that read it).
     """
 
-    def __init__(self, form: Formulation, name: str, table: BlockTable, out: StorageVariables) -> None:
+    def __init__(self, form: Formulation, name: str, table: BlockTable, out: StorageVariables, offloads: bool) -> None:
         self.form, self.name, self.table, self.out = form, name, table, out
         self.model, self.find = form.model, out.same.find
         self.given: dict[PlacedValue, Expression] = {}
@@ -92,7 +93,7 @@ class _BlockRecompute:
         self.converted: set[PlacedValue] = set()
         self.readers: list[tuple[PlacedValue, Expression]] = []
         self.small = small_size(out.sizes)
-        self.has_host = form.problem.cluster.host is not None
+        self.has_host, self.offloads = form.problem.cluster.host is not None, offloads
         self.partition_axes = partition_axes(form.problem, table)
 
     def add(self) -> None:
@@ -197,7 +198,7 @@ class _BlockRecompute:
             add(exists, {producer.produced: 1.0})
         saved_or_offloaded = {saved: 1.0}
         if may_offload:
-            out.offloaded[storage] = model.binary()
+            out.offloaded[storage] = model.variable(float(self.offloads), integer=True)
             saved_or_offloaded[out.offloaded[storage]] = 1.0
         axes = self.partition_axes.get(storage[0], ()) if large else ()
         saved_or_offloaded |= add_partition(self.form, self.table, out, storage, axes, self.given.get(storage, {}))
