@@ -60,8 +60,8 @@ def state_cost(
     policy = policy or StatePolicy.of(precision, optimizer)
     gather_bytes, reduce_bytes = group.elements * policy.compute_bytes, group.trainable * policy.reduction_bytes
     gather = 0.0
-    parts = group.gathered_tensors if zero == 3 and policy.gathers_tensors else 1
-    if zero and gather_bytes and policy.owners_broadcast:
+    parts = group.gathered_tensors if zero == 3 and policy.layout.gathers_tensors else 1
+    if zero and gather_bytes and policy.layout.owners_broadcast:
         gather = group.tensors * collective_seconds("broadcast", gather_bytes / group.tensors, data)
     elif zero and gather_bytes:
         gather = parts * collective_seconds("parameter_gather", gather_bytes / parts, data)
@@ -71,7 +71,7 @@ def state_cost(
     if across is not None and reduce_bytes:
         reduce += collective_seconds("all_reduce", reduce_bytes / (data.size if zero else 1), across)
     memory = state_memory(group, zero, data.size, policy, device.kind)
-    update = optimizer_seconds(group, zero, data.size, device, precision, optimizer, policy.memory_accesses)
+    update = optimizer_seconds(group, zero, data.size, device, precision, optimizer, policy.layout.accesses)
     if owners is not None:
         copies = (across.size if across is not None else 1) * (1 if zero else data.size)
         update += matrix_update_seconds(group.matrices, copies, owners, device, optimizer)
@@ -93,7 +93,7 @@ def state_price_bends(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return where `state_cost` changes its slope: elements at which the all-gather does, and trainable elements at which the
     reduction does. Between them both are concave."""
-    gathers = bends("broadcast" if policy.owners_broadcast else "parameter_gather", data) if zero else ()
+    gathers = bends("broadcast" if policy.layout.owners_broadcast else "parameter_gather", data) if zero else ()
     reductions = bends("gradient_scatter" if zero else "all_reduce", data)
     if across is not None:
         reductions += tuple(size * (data.size if zero else 1) for size in bends("all_reduce", across))

@@ -24,7 +24,6 @@ class StatePolicy:
         ZeRO paper); else it is made for the forward and freed after the backward (FSDP2), and is not needed where the dtypes
         agree.
     stored_master_bytes: of a stored master weight; less than `master_bytes` where the compute weight has its other half.
-    memory_accesses, update_copies, owners_broadcast, gathers_tensors: see `StateLayout`.
     rest_bytes: of the optimizer's state tensors of what is no matrix (0: `optimizer_bytes`).
     offload: where the optimizer's state lies between steps; None: on the device.
     """
@@ -35,10 +34,7 @@ class StatePolicy:
     optimizer_bytes: int
     stored_compute: bool = False
     stored_master_bytes: int = 0
-    memory_accesses: float = 0.0
-    update_copies: bool = True
-    owners_broadcast: bool = False
-    gathers_tensors: bool = False
+    layout: StateLayout = StateLayout()
     offload: OffloadTarget | None = None
     reduce_bytes: int = 0
     rest_bytes: int = 0
@@ -62,10 +58,7 @@ class StatePolicy:
             optimizer_bytes=optimizer.state_bytes(master),
             stored_compute=layout.stored_compute and compute != master,
             stored_master_bytes=2 if remainders else 0,
-            memory_accesses=layout.accesses,
-            update_copies=layout.update_copies,
-            owners_broadcast=layout.owners_broadcast,
-            gathers_tensors=layout.gathers_tensors,
+            layout=layout,
             offload=offload,
             reduce_bytes=itemsize(precision.reduce) if precision.reduce else 0,
             rest_bytes=optimizer.rest_tensors * master,
@@ -190,7 +183,7 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         buffers=group.buffer_bytes,
         reduced_in_place=not sharded,
         accumulated=trainable * policy.reduction_bytes if zero == 1 else gradients,
-        update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.update_copies,
+        update_temporaries=trainable * policy.master_bytes / optimizer_shards * policy.layout.update_copies,
         largest_tensor=min(group.largest, trainable) * policy.master_bytes / optimizer_shards,
         persistent_reduce_buffer=kind == "cpu" and not sharded and group.tensors > 1 and reduce_buffer > 0,
         offloaded=trainable * state_bytes / optimizer_shards if policy.offload else 0.0,
