@@ -14,7 +14,6 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.plan import Candidate
 from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
 from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.problem.forced_axes import forced_axes
@@ -41,10 +40,11 @@ class WarmStart:
             return None
         best: PricedPlan | None = None
         zeros = sorted(problem.zeros if point.mesh.size_of(DATA_AXIS) > 1 else (0,), reverse=True)
-        for number in range(len(frontier.options)):
+        for options in frontier.options:
             fitting = False
             for zero in zeros:  # least memory first
-                candidate = self._candidate(point, frontier, number, zero)
+                blocks = tuple(replace(options[block.name], zero=zero) for block in self.graph.blocks)
+                candidate = point.candidate(blocks, self.graph.batch, self.options.precision)
                 priced = evaluate(self.graph, candidate, self.cluster, self.options.optimizer, problem.batch_costs)
                 if not priced.fits:
                     break
@@ -62,15 +62,3 @@ class WarmStart:
             axes = forced_axes(point.mesh, self.options.force)
             self._frontiers[key] = memory_frontier(self.tables.problem(replace(point, zero_group=0), (0,)), self.left(), axes)
         return self._frontiers[key]
-
-    def _candidate(self, point: GridPoint, frontier: MemoryFrontier, number: int, zero: int) -> Candidate:
-        options = frontier.options[number]
-        blocks = tuple(replace(options[block.name], zero=zero) for block in self.graph.blocks)
-        return Candidate(
-            mesh=point.mesh,
-            blocks=blocks,
-            batch=self.graph.batch,
-            precision=self.options.precision,
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
-        )

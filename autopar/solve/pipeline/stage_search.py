@@ -17,7 +17,7 @@ from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.step.stage_p2p import stage_link
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_variants import with_stage_variants
-from autopar.ir.plan import Candidate, Pipeline
+from autopar.ir.plan import Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
@@ -191,15 +191,7 @@ class StageSearch:
         ]
         graph, blocks, originals = with_stage_variants(self.graph, plans)
         pipeline = Pipeline(point.stages, option.virtual, option.schedule, cuts=plan.edges[1:-1])
-        candidate = Candidate(
-            mesh=point.mesh,
-            blocks=blocks,
-            batch=self.graph.batch,
-            precision=self.options.precision,
-            micro_batches=point.micro_batches,
-            zero_group=point.zero_group,
-            pipeline=pipeline,
-        )
+        candidate = replace(point.candidate(blocks, self.graph.batch, self.options.precision), pipeline=pipeline)
         costs = next(iter(placed.costs.values()))
         priced = {name: costs[original] for name, original in originals.items()}
         repeated = values_worth_repeating(graph, candidate, self.cluster, priced)

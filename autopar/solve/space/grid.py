@@ -13,7 +13,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import BatchError, ClusterError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
-from autopar.ir.plan import Candidate
+from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.operations.experts import indivisible_experts
 from autopar.operations.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
@@ -41,6 +41,10 @@ class GridPoint:
         pipeline = candidate.pipeline
         of_pipeline = (pipeline.stages, pipeline.virtual, pipeline.schedule) if pipeline.stages > 1 else ()
         return GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group, *of_pipeline)
+
+    def candidate(self, blocks: tuple[BlockPlan, ...], batch: int, precision: Precision) -> Candidate:
+        """Return the plan of these blocks at the point, without its pipeline."""
+        return Candidate(self.mesh, blocks, batch, precision, micro_batches=self.micro_batches, zero_group=self.zero_group)
 
     def examples(self, batch: int) -> int:
         """Return the examples of one micro-batch on one data rank."""
