@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ NEVER = float("inf")
 OWN_SHARE = 0.6
 """The share of the patience that a process in which an exception was uncaught may take to end."""
 _SHORTEST_SECONDS = 0.2
+_PIPE_SECONDS, _FILE_SECONDS = 1.0, 10.0
+"""The time that a line may take to be written, where nobody may read it and where somebody does."""
 _longest_patience = 0.0
 _uncaught_by = NEVER
 """The moment by which a process in which an exception was uncaught has to have ended."""
@@ -38,10 +41,20 @@ def end_within(seconds: float) -> None:
 def end_now(message: str, status: int) -> None:
     """Say the message and end the process, without joining, handlers and destructors; within a second also where what it
     prints is not read."""
-    end_within(1.0)
+    # A disk under load may take seconds to write the one line that names what failed.
+    end_within(_FILE_SECONDS if _takes_output(sys.stderr) else _PIPE_SECONDS)
     print(message, file=sys.stderr, flush=True)
+    end_within(_PIPE_SECONDS)
     sys.stdout.flush()
     os._exit(status)
+
+
+def _takes_output(stream: Any) -> bool:
+    """Return whether a line that is written to the stream now does not wait for a reader."""
+    try:
+        return bool(select.select([], [stream], [], 0)[1])
+    except (AttributeError, OSError, TypeError, ValueError):  # it is no file
+        return False
 
 
 def uncaught() -> None:

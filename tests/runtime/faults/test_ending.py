@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import IO
 
 import pytest
 from support.harness.rank_pool import RankError, RankPool
@@ -60,6 +62,37 @@ def test_it_ends_in_time(what_hangs: str, ranks: RankPool) -> None:
     with pytest.raises(RankError, match="ended with status 1$"):
         ranks.run_alone(fail, what_hangs)
     assert time.monotonic() - began < PATIENCE_SECONDS + 1.0
+
+
+class SlowDisk:
+    """A stream of a file on a disk that other processes keep busy."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.file = file
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def write(self, text: str) -> None:
+        time.sleep(1.2)
+        self.file.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def end_on(path: str) -> None:
+    """A rank that ends because of another, and writes to a slow disk."""
+    from autopar.runtime.comm.ending import end_now
+
+    sys.stderr = SlowDisk(open(path, "w"))  # type: ignore[assignment]
+    end_now("its problem", 1)
+
+
+def test_a_slow_disk_loses_no_line(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ended with status 1$"):
+        ranks.run_alone(end_on, str(tmp_path / "errors"))
+    assert (tmp_path / "errors").read_text() == "its problem\n"
 
 
 class Owner:
