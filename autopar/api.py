@@ -17,10 +17,10 @@ from torch import nn
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
-from autopar.capture.reads import numbers_unchanged, recorded_reads, refuse_gradients
 from autopar.capture.results.returned import LOSS
+from autopar.capture.state.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
-from autopar.capture.tracing.trace import LossFunction
+from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.expert_prices import ExpertPrices
@@ -300,8 +300,7 @@ def _compare_models(model: nn.Module) -> None:
 
 def _with_reads(chosen: Callable[[], Plan], code: Code) -> tuple[str, Reads]:
     """The text of a plan, and what was read of the model while it was captured for it."""
-    refuse_gradients(code.names)
-    with recorded_reads() as record, numbers_unchanged(code.names):
+    with recorded_reads() as record:
         return chosen().to_json(), record.reads
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.tracing.decode import inference
-from autopar.capture.tracing.trace import LossFunction
+from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture.export import LOSS_OUTSIDE, CaptureOptions, Export
 from autopar.capture.tracing.fake_copy import device_of
-from autopar.capture.tracing.trace import LossFunction
+from autopar.capture.tracing.loss_only import LossFunction
 from autopar.ir.graph import Graph
 from autopar.runtime.device.autocast import autocast_of
 

@@ -20,8 +20,9 @@ from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
+from autopar.capture.tracing.loss_only import LossFunction, Results
 from autopar.capture.tracing.outline import CannotOutline
-from autopar.capture.tracing.trace import LossFunction, Results, Traced, trace
+from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.batch_totals import FIXED_AT
 from autopar.ir.graph import Graph

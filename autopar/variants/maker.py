@@ -20,7 +20,7 @@ from autopar import errors
 from autopar.capture.bind import TARGET
 from autopar.capture.export import CaptureOptions
 from autopar.capture.modes import CapturedModes
-from autopar.capture.reads import recorded_reads
+from autopar.capture.state.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes
 from autopar.errors import AutoparError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar import capture as captures
 from autopar.capture import export
-from autopar.capture.reads import recorded_reads
+from autopar.capture.state.reads import recorded_reads
 from autopar.errors import CaptureError
 
 FACTORS = [1.0]

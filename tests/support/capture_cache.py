@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.capture import export as exports
 from autopar.capture.bind import batch_of, bind_inputs
 from autopar.capture.export import CaptureOptions, Export
-from autopar.capture.reads import _recorded, recorded_reads
+from autopar.capture.state.reads import _recorded, recorded_reads
 from autopar.runtime.plain.code_reads import code_of
 from autopar.runtime.plain.frozen_reads import Reads
 from support import export_files

@@ -41,6 +41,12 @@ def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ())
         return derivative_refused(derivatives)
     if is_data_dependent(error):
         return CaptureError(data_dependent(where))
+    if mutated := re.match(r"Constant (?:module\.)?(\S+) is mutated", first):
+        name = "a tensor outside of the model" if mutated[1].startswith("lifted_tensor") else mutated[1]
+        return CaptureError(
+            f"{where}: the forward writes into {name}, which is no buffer, so that a program does not keep it: make it one "
+            "(register_buffer, in a module of the model), or pass it in with the batch and return it"
+        )
     if "same device" in first:
         return CaptureError(
             f"{where}: a tensor made in forward is on another device than the inputs; "

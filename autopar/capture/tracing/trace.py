@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of, bind_inputs
+from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
 from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
-from autopar.capture.reads import ReadRecord, call_recorded, refuse_counters
-from autopar.capture.results.returned import take_apart
-from autopar.capture.tracing.buffers import assigned_buffers, refuse_shared_buffers, refuse_states
+from autopar.capture.state.buffers import refuse_gradients, refuse_shared_buffers
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import ListIndices, masks_are_not_read, plain_batch_norms, to_the_same_device
-from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
@@ -33,9 +30,10 @@ from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_un
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
+from autopar.capture.tracing.loss_only import LossOnly, ResultForm, Results, refuse_parameters
 from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError
-from autopar.ir.interface import Form, Interface
+from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
 from autopar.runtime.device.autocast import under_autocast
 
@@ -67,84 +65,6 @@ class Traced:
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
 
-ResultForm = tuple[Form, tuple[str, ...], tuple[str, ...]]
-"""The form of the model's result, what is returned after the loss, and the paths of what is left out."""
-
-LossFunction = Callable[[Any, Any], Any]
-"""A function from the model's result and a target to the loss, as torch's pipeline schedules take it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
-    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
-    it all. `local_batch_norm`: see `normalize.batch_norm`."""
-
-    asked: tuple[str, ...] = ()
-    usual_kind: str = ""
-    loss_fn: LossFunction | None = None
-    batch_dim: BatchDim = None
-    autocast: str = ""
-    local_batch_norm: bool = False
-
-
-class LossOnly(nn.Module):
-    """Calls the model, and the loss function where there is one, with one dictionary of tensors; returns the scalar loss, and
-    the requested outputs."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        bound: BoundInputs,
-        compute_dtype: torch.dtype | None,
-        results: Results,
-        tell: Callable[[ResultForm], None],
-        note: Callable[[ReadRecord], None],
-        with_states: bool,
-    ) -> None:
-        super().__init__()
-        self.module, self.with_states = model, with_states
-        self.bound = bound
-        self.compute_dtype = compute_dtype
-        self.results = results
-        self.tell, self.note = tell, note  # export undoes what a forward writes into attributes
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
-        dtype = self.compute_dtype
-        if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
-            batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        arguments = self.bound.arguments(batch)
-        loss_fn = self.results.loss_fn
-        target = arguments.pop(TARGET) if loss_fn is not None else None
-
-        def call() -> Any:
-            with assigned_buffers(self.module):
-                result = self.module(**arguments)
-            return result if loss_fn is None else loss_fn(result, target)
-
-        with VarlenAttention(under_mask(self.examples(batch))):
-            result, record = call_recorded(self.module, call)
-        self.note(record)
-        returned = take_apart(result, self.results.asked, self.results.usual_kind, self.module if loss_fn is None else None)
-        self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
-        states = [tensor for tensors, *_ in record.states.values() for tensor in tensors] if self.with_states else []
-        return (returned.loss, *returned.outputs.values(), *states) if returned.outputs or states else returned.loss
-
-    def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
-        """The number of examples of a batch."""
-        tensors = self.bound.tensors
-        size = batch_of(tensors)
-        return next((x.shape[0] for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size), size)
-
-
-def refuse_parameters(loss_fn: LossFunction | None) -> None:
-    """CaptureError where the loss function has a state of its own."""
-    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-        raise CaptureError(
-            f"loss_fn: {type(loss_fn).__name__} has parameters, which nobody would train: make it part of the model"
-        )
-
-
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -152,7 +72,7 @@ def trace(
     compute_dtype: str | None,
     allowed: tuple[str, ...],
     outlined: bool = True,
-    results: Results = Results(),
+    results: Results | None = None,
     open_dims: Mapping[str, tuple[int, ...]] | None = None,
     *,
     fixed_batch: bool = False,
@@ -162,6 +82,7 @@ def trace(
 
     With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
     """
+    results = results or Results()
     refuse_hooks(model)
     refuse_uninitialized(model)
     refuse_complex(model)
@@ -175,15 +96,14 @@ def trace(
     for symbolic, short in attempts:
         attempt = _Attempt(model, bound, dtype, allowed, results, open_dims or {}, symbolic, short)
         try:
-            program = attempt.export({})
-            if program is None:
+            program = attempt.export()
+            if program is None or attempt.clone is None:
                 continue
             form, paths, left_out = attempt.forms[-1]
-            if states := attempt.records[-1].states:
-                refuse_states(program, states)
-                program = attempt.export({}, with_states=False) or program
-            refuse_counters(attempt.export, attempt.records)
+            for text in dict.fromkeys(attempt.warnings):
+                warnings.warn(text, stacklevel=2)
             refuse_shared_buffers(model, program)
+            refuse_gradients(program, attempt.clone.state)
             interface = replace(bound.interface, returns=form, left_out=left_out)
             return Traced(
                 program=program,
@@ -195,7 +115,7 @@ def trace(
                 outputs=paths,
                 interface=interface,
                 checks=tuple(dict.fromkeys(attempt.checks)),
-                derivatives=tuple(attempt.derivatives),
+                derivatives=tuple(dict.fromkeys(attempt.derivatives)),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
@@ -210,7 +130,7 @@ def trace(
 
 @dataclass(slots=True)
 class _Attempt:
-    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `forms` and `records`: of
+    """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `forms`: of
     each run of the forward; `lines`: see `number_lines`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
 
     model: nn.Module
@@ -222,24 +142,21 @@ class _Attempt:
     symbolic: bool
     short: bool
     forms: list[ResultForm] = field(default_factory=list)
-    records: list[ReadRecord] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
     derivatives: list[str] = field(default_factory=list)
     values: ConcreteValues = field(default_factory=ConcreteValues)
     clone: LossOnly | None = None
 
-    def export(self, start: Mapping[tuple[str, str], Any], with_states: bool = True) -> ExportedProgram | None:
-        """The program of a copy with these attributes, by (path, name); None where no layers are equal. `with_states`: its last
-        results are the tensors that the forward keeps."""
+    def export(self) -> ExportedProgram | None:
+        """The program of a copy; None where no layers are equal."""
         with ExitStack() as stack:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
             self.clone = clone = LossOnly(
-                copied, self.bound, self.dtype, self.results, self.forms.append, self.records.append, with_states
+                copied, self.bound, self.dtype, self.results, self.forms.append, self.warnings.extend
             )  # fmt: skip
-            for (path, name), value in start.items():
-                setattr(copied.get_submodule(path), name, value)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for context in (

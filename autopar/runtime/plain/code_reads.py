@@ -30,16 +30,20 @@ _ENVIRONMENT = (os.environ, os.getenv)
 _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns)
 _CLOCK_OWNERS = (time, datetime, datetime.datetime, datetime.date)
 _CLOCK_NAMES = frozenset((*(each.__name__ for each in _CLOCKS), "now", "utcnow", "today"))
+_ABSENT = object()
 _METHODS = ("__init__", "__call__", "forward", "backward")
 
 
 class Code(NamedTuple):
     """The reads of the code of a forward. `names`: what is to be compared before each call. `modules`: by name, those that are no
-    part of the model. `outside`: lines that read the environment or the clock."""
+    part of the model. `outside`: lines that read the environment or the clock. `shared`: attributes of the modules' classes;
+    `caches`: functions under ``functools.lru_cache``."""
 
     names: tuple[NamedValue, ...]
     modules: Mapping[str, nn.Module]
     outside: tuple[str, ...]
+    shared: tuple[NamedValue, ...] = ()
+    caches: tuple[Any, ...] = ()
 
 
 def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
@@ -52,7 +56,8 @@ def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
             walk.add(value)
     walk.module("loss_fn", loss_fn) if isinstance(loss_fn, nn.Module) else walk.add(loss_fn)
     walk.run()
-    return Code(tuple(walk.names.values()), walk.modules, tuple(dict.fromkeys(walk.outside)))
+    outside = tuple(dict.fromkeys(walk.outside))
+    return Code(tuple(walk.names.values()), walk.modules, outside, tuple(walk.shared.values()), tuple(walk.caches))
 
 
 class _Cell(NamedTuple):
@@ -66,6 +71,21 @@ class _Cell(NamedTuple):
         except ValueError:
             return default
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+class _ClassValues(NamedTuple):
+    """The attributes of a class."""
+
+    kind: type
+
+    def get(self, name: str, default: Any, /) -> Any:
+        return vars(self.kind).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
 
 class _Walk:
     """All functions that are reached, each once."""
@@ -73,6 +93,8 @@ class _Walk:
     def __init__(self, model: nn.Module) -> None:
         self.classes = list({type(module): None for module in model.modules()})
         self.names: dict[tuple[int, str], NamedValue] = {}
+        self.shared: dict[tuple[type, str], NamedValue] = {}
+        self.caches: dict[Any, None] = {}
         self.modules: dict[str, nn.Module] = {}
         self._own = {id(module) for module in model.modules()}
         self.outside: list[str] = []
@@ -88,7 +110,10 @@ class _Walk:
                 value = value.fget
             elif isinstance(value, functools.partial):
                 value = value.func
-            elif isinstance(value, type) and _is_own(value):
+            elif isinstance(value, functools._lru_cache_wrapper):
+                self.caches[value] = None
+                value = value.__wrapped__
+            elif isinstance(value, type) and is_own(value):
                 for name in _METHODS:
                     self.add(vars(value).get(name))
                 return
@@ -124,7 +149,12 @@ class _Walk:
     def _names(self, function: FunctionType, code: CodeType) -> None:
         for name in code.co_names:
             for kind in self.classes:
-                self.add(inspect.getattr_static(kind, name, None))
+                value = inspect.getattr_static(kind, name, _ABSENT)
+                self.add(value)
+                if value is not _ABSENT and _is_data(value):
+                    owner = next(each for each in kind.__mro__ if name in vars(each))
+                    if is_own(owner):
+                        self.shared[owner, name] = NamedValue(f"{owner.__qualname__}.{name}", _ClassValues(owner), name)
         # An attribute may be called like a global that the script sets in every step (`loss`).
         loads = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
         for name in dict.fromkeys(loads):
@@ -140,9 +170,9 @@ class _Walk:
                     self._value(each, vars(value), f"{value.__name__}.{each}", used)
         elif isinstance(value, type):
             self.add(value)
-            for each in used if _is_own(value) else ():
+            for each in used if is_own(value) else ():
                 if each in vars(value) and isinstance(vars(value)[each], (*LEAVES, list, tuple, dict, torch.Tensor)):
-                    self.names[id(value), each] = NamedValue(f"{place}.{each}", vars(value), each)
+                    self.names[id(value), each] = NamedValue(f"{place}.{each}", _ClassValues(value), each)
                 else:
                     self.add(vars(value).get(each))
         elif isinstance(value, nn.Module):
@@ -181,7 +211,8 @@ def _is_library(file: str) -> bool:
     return file.startswith(("<", _PRODUCT)) and "<ipython" not in file or any(part in file for part in _LIBRARIES)
 
 
-def _is_own(kind: type) -> bool:
+def is_own(kind: type) -> bool:
+    """Return whether a class is the user's own, and no library's."""
     functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
     return not _is_library(functions[0].__code__.co_filename) if functions else kind.__module__ not in ("builtins", "torch")
 
@@ -192,4 +223,4 @@ def _is_data(value: Any) -> bool:
         return True
     if type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
         return True
-    return is_dataclass(value) or (_is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))
+    return is_dataclass(value) or (is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))

@@ -61,6 +61,10 @@ class NamedValue(NamedTuple):
     at: Values
     name: str
 
+    def put(self, value: Any) -> None:
+        """Give the name another value."""
+        self.at[self.name] = value  # type: ignore[index]
+
 
 def class_name(value: Any) -> str:
     """The full name of the class of a module or object."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.reads import recorded_reads
+from autopar.capture.state.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.errors import CaptureError
 from autopar.runtime.plain.frozen_reads import FrozenReads

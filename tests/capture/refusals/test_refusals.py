@@ -15,8 +15,8 @@ from support.oracles.interpret_graph import check_captured
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.draws import DrawRecord
-from autopar.capture.reads import recorded_reads
+from autopar.capture.state.draws import DrawRecord
+from autopar.capture.state.reads import recorded_reads
 from autopar.errors import CaptureError
 from autopar.runtime.plain.code_reads import code_of
 from autopar.runtime.plain.frozen_reads import FrozenReads
@@ -78,7 +78,7 @@ FROZEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a method of a generator": (lambda model, x: x * model.draw(0, 1), "Random random generator"),
     "a method with arguments": (lambda model, x: x * model.normal(), "Random random generator"),
     "a method of numpy": (lambda model, x: x * model.count(), "random generator"),
-    "a counter": (_counted, "the forward counts in calls, which would be 2 for ever"),
+    "a counter": (_counted, "the forward counts in calls, which would be 1 for ever"),
     "a counter of one forward": (_counted_in_a_forward, ""),
     "a branch that is never taken": (lambda model, x: x if random.random() < 0.0 else 2 * x, ""),
     "a number that nobody uses": (lambda model, x: (random.random(), x)[1], ""),

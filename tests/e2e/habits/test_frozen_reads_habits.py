@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -151,7 +152,7 @@ class Computing(Net):
 
 def computing(compute: Callable[[Any, Tensor], Any], **attributes: Any) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = type("Own", (Computing,), {"compute": staticmethod(compute)})().double()
+    model: nn.Module = type("Own", (Computing,), {"compute": staticmethod(compute), "mask": None})().double()
     vars(model).update(attributes)
     return model
 
@@ -279,34 +280,117 @@ def _fill_a_cache(model: Any, x: Tensor) -> Any:
     return result
 
 
+class Ledger:
+    def __init__(self) -> None:
+        self.held: Any = None
+
+
+LEDGER: dict[str, Tensor] = {}
+
+
 def keep_a_tensor(plan: str) -> str:
-    """In an attribute, in one that is None at first; in a dictionary it is warned of. A cache of positions is none."""
+    """In an attribute, in one that is None at first, in a list, a dictionary, an object, a global. A cache of positions is none,
+    and what no forward reads is warned of."""
 
     def compute(model: Any, x: Tensor) -> Any:
         if model.positions is None:
             model.positions = torch.arange(float(x.shape[0])) + torch.zeros_like(x).sum()
-        held = model.hidden
-        before = held[0] if isinstance(held, list) else held.get("x") if isinstance(held, dict) else held
-        kept = x.mean().detach()
-        if isinstance(model.hidden, dict):
-            model.hidden["x"] = kept
+        where, mean = model.where, x.mean().detach()
+        holder = where if where is not None else vars(model)
+        before = holder[0] if isinstance(holder, list) else holder.get("x") if isinstance(holder, dict) else holder.held
+        if isinstance(holder, Ledger):
+            holder.held = mean
         else:
-            model.hidden = [kept] if isinstance(model.hidden, list) else kept
-        return model.positions.sum() + (0 if before is None else before)
+            holder[0 if isinstance(holder, list) else "x"] = mean
+        return model.positions.sum() + (0 if before is None or not model.reads else before)
 
-    warned = warning_of(lambda: start(computing(compute, hidden={}, positions=None)))
-    assert "leaves tensors in hidden" in warned or dist.get_rank()
-    for hidden in ([torch.zeros(())], None):
-        said = refusal(lambda hidden=hidden: start(computing(compute, hidden=hidden, positions=None)))
+    for where in (None, [torch.zeros(())], {}, Ledger(), LEDGER):
+        said = refusal(lambda where=where: start(computing(compute, where=where, positions=None, reads=True)))
         assert "test_frozen_reads_habits.py:" in said or dist.get_rank()
+    assert not LEDGER
+    warned = warning_of(lambda: start(computing(compute, where={}, positions=None, reads=False)))
+    assert "leaves tensors in where" in warned or dist.get_rank()
     caches = {"positions": None, "hidden": None}
     equals_one_process(start(computing(_fill_a_cache, **caches)), computing(_fill_a_cache, **caches), steps=1)
     return said
 
 
+def keep_a_tensor_in_the_loss(plan: str) -> str:
+    x, ids = batch().values()
+    inputs = (x, ids, torch.ones(len(x), dtype=torch.float64))
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+        def forward(self, loss: Tensor, target: Tensor) -> Tensor:
+            result = (loss * target).mean() / self.mean
+            self.mean = result.detach()
+            return result
+
+    return refusal(
+        lambda: autopar.parallelize(
+            net("plain"), "local:4", inputs, loss_fn=Running(), force="tp=2", time_limit_seconds=5, cache=False
+        )
+    )
+
+
+def count_in_an_array(plan: str) -> str:
+    """And in a tensor that depends on no batch."""
+
+    def compute(model: Any, x: Tensor) -> Any:
+        model.steps += 1
+        return float(model.steps[0])
+
+    def replaced(model: Any, x: Tensor) -> Any:
+        model.steps = model.steps + 1
+        return model.steps
+
+    assert "changes steps in every call" in refusal(lambda: start(computing(replaced, steps=torch.zeros(())))) or dist.get_rank()
+    return refusal(lambda: start(computing(compute, steps=numpy.zeros(1))))
+
+
+@lru_cache(maxsize=8)
+def _mask(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float64)
+
+
+MASKS: dict[int, Tensor] = {}
+
+
+def memoize(plan: str) -> None:
+    """In a cache of functools, a global and an attribute of the class: the capture leaves none of its own tensors there."""
+
+    def compute(model: Any, x: Tensor) -> Any:
+        length, kind = int(x.shape[-1]), type(model)
+        if length not in MASKS:
+            MASKS[length] = _mask(length) * 2
+        if kind.mask is None:
+            kind.mask = MASKS[length] + 1
+        return (kind.mask * _mask(length)).sum()
+
+    parallel, reference = start(computing(compute)), computing(compute)
+    equals_one_process(parallel, reference, steps=1)
+    MASKS.clear()
+    equals_one_process(parallel, computing(compute), steps=1)
+
+
+def begin_another_way(plan: str) -> str:
+    """The first forward computes something else than all others."""
+
+    def compute(model: Any, x: Tensor) -> Any:
+        began, model.began = model.began, True
+        return x.mean() if began else x.square().mean()
+
+    assert "call the model once before this" in refusal(lambda: start(computing(compute, began=False))) or dist.get_rank()
+    equals_one_process(start(computing(compute, began=True)), computing(compute, began=True), steps=1)
+    return refusal(lambda: start(computing(compute, began=False)))
+
+
 def train_what_is_no_part(plan: str) -> str:
     weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-    assert "takes a gradient and is no part of the model" in refusal(lambda: start(computing(lambda model, x: weight)))
+    assert "takes a gradient and is no parameter of the model" in refusal(lambda: start(computing(lambda model, x: weight)))
     return refusal(lambda: start(computing(lambda model, x: OUTSIDE(x[..., :1]).mean())))
 
 

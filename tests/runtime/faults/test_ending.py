@@ -85,8 +85,9 @@ def end_on(path: str) -> None:
     """A rank that ends because of another, and writes to a slow disk."""
     from autopar.runtime.comm.ending import end_now
 
-    sys.stderr = SlowDisk(open(path, "w"))  # type: ignore[assignment]
-    end_now("its problem", 1)
+    with open(path, "w") as file:
+        sys.stderr = SlowDisk(file)  # type: ignore[assignment]
+        end_now("its problem", 1)
 
 
 def test_a_slow_disk_loses_no_line(ranks: RankPool, tmp_path: Path) -> None:

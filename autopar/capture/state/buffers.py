@@ -1,17 +1,17 @@
-"""Tensors that a forward keeps for the next one: buffers that it assigns to, those that share memory with others, and attributes
-that are no buffers."""
+"""Buffers that a forward assigns to, those that share memory with others, and tensors that are no buffers and take gradients."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import Node
 
+from autopar.capture.state.python_state import PlainState
+from autopar.capture.state.value_flow import address
+from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.errors import CaptureError
 
 
@@ -59,44 +59,21 @@ def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:
             )
 
 
-def refuse_states(program: ExportedProgram, states: Mapping[tuple[str, str], tuple[tuple[Tensor, ...], str, bool]]) -> None:
-    """CaptureError where a tensor that the forward keeps for the next one, in an attribute that is no buffer, depends on the
-    batch (a cache of positions does not); a warning where it is one of a list or dictionary, which the next forward may empty
-    first. They are the last results of `program`, by (path, name), with the line and whether such an object holds them."""
-    nodes = {node.name: node for node in program.graph.nodes}
-    inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str) and name in nodes}
-    results = list(next(iter(reversed(program.graph.nodes))).args[0])
-    results = results[-sum(len(tensors) for tensors, *_ in states.values()) :]
-    for (path, name), (tensors, line, inside) in states.items():
-        own, results = results[: len(tensors)], results[len(tensors) :]
-        place = f"{path}.{name}".lstrip(".")
-        if not any(_reads_values(result, inputs) for result in own):
-            continue
-        if not inside:
+def refuse_gradients(program: ExportedProgram, state: PlainState) -> None:
+    """CaptureError where the program reads a tensor that takes gradients and is no parameter: of an attribute, a global or a
+    closure."""
+    own = {
+        address(tensor): leaf.place
+        for leaf in state.leaves().values()
+        for tensor in leaf.tensors
+        if tensor.requires_grad and tensor.is_leaf and not has_no_data(tensor)
+    }
+    for tensor in (each for each in program.constants.values() if isinstance(each, Tensor)):
+        if place := own.get(address(tensor)):
             raise CaptureError(
-                f"{line}: the forward keeps {place} for the next one, which a program does not: make it a buffer of this shape "
-                "(register_buffer), or pass it in with the batch and return it"
+                f"{place} takes a gradient and is no parameter of the model, so nobody would train it: make it one "
+                "(nn.Parameter, in an attribute of a module)"
             )
-        warnings.warn(
-            f"{line}: the forward leaves tensors in {place}, which a program does not: return them, and register a buffer "
-            "for what the next forward reads",
-            stacklevel=2,
-        )
-
-
-def _reads_values(result: Any, inputs: Collection[Node]) -> bool:
-    """Return whether the values of a result depend on those of inputs, and not on their sizes alone."""
-    seen, todo = set[Node](), [result]
-    while todo:
-        node = todo.pop()
-        if node in inputs:
-            return True
-        _, name, *_ = *str(node.target).split("."), ""
-        sized = name.startswith("new_") or name.endswith("_like")
-        if node not in seen and isinstance(node.meta.get("val"), Tensor) and not sized:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> Any:

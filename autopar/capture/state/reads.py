@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_leaves
 
-from autopar.capture.draws import DrawRecord, no_draws, place_of
+from autopar.capture.state.draws import DrawRecord, no_draws, place_of
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
-from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, NamedValue, Reads, class_name
+from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, Reads, class_name
 
 _NUMBERS = (bool, int, float, str)
 _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "functools", "collections", "types"))
@@ -32,19 +31,16 @@ _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "fun
 
 @dataclass(eq=False)
 class ReadRecord:
-    """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `numbers`: the value that was read
-    first; `seen`: each (module, attribute) that was read, `reset`: those that the forward wrote before it read them. `counters`:
-    by (path, attribute), numbers that the forward read and then replaced, with the last one and the line; `states`:
-    tensors, and whether a list or dictionary in that attribute holds them."""
+    """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `seen`: each (module, attribute)
+    that was read, `reset`: those that the forward wrote before it read them, `lines`: where they were written last, or where a
+    list or dictionary in them was read first."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
     fields: set[tuple[str, str]] = field(default_factory=set)
-    numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     seen: set[tuple[int, str]] = field(default_factory=set)
     reset: set[tuple[int, str]] = field(default_factory=set)
-    counters: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
-    states: dict[tuple[str, str], tuple[tuple[Tensor, ...], str, bool]] = field(default_factory=dict)
+    lines: dict[tuple[int, str], str] = field(default_factory=dict)
     draws: DrawRecord = field(default_factory=DrawRecord)
 
     @property
@@ -75,30 +71,15 @@ def call_recorded(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, ReadR
     """Return the result of the model's forward, and what it read. CaptureError where it draws from a random generator of Python
     or numpy, or calls a module that is no part of the model and takes gradients."""
     own = ReadRecord()
-    with _recording(own, {id(module): path for path, module in model.named_modules()}), no_draws(model, call, own.draws):
+    with _recording(own, model), no_draws(model, call, own.draws):
         result = call()
     for record in _recorded.get():
         record.add(own.reads)
     return result, own
 
 
-def refuse_counters(trace: Callable[[Mapping[tuple[str, str], Any]], Any], records: list[ReadRecord]) -> None:
-    """CaptureError where the forward changes a number that it reads, and changes it again when it begins with the new one (a
-    cache does not). `trace` runs it with attributes of these values, by (path, name), and appends to `records`."""
-    record = records[-1]
-    if not record.counters:
-        return
-    trace({(path, name): value for (path, name), (value, _) in record.counters.items()})
-    for (path, name), (value, line) in records[-1].counters.items():
-        place = f"{path}.{name}" if path else name
-        raise CaptureError(
-            f"{line}: the forward counts in {place}, which would be {value!r} for ever in a program: make it a buffer "
-            "(register_buffer), or pass it in with the batch"
-        )
-
-
 @contextmanager
-def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
+def _recording(record: ReadRecord, model: nn.Module) -> Iterator[None]:
     """While active, `record` gets what is read and written of modules."""
     usual = vars(nn.Module())
     kind: Any = nn.Module
@@ -109,14 +90,8 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             record.written.add((class_name(module), name))
             if (id(module), name) not in record.seen:
                 record.reset.add((id(module), name))
-            before = record.numbers.get((id(module), name), value)
-            counts, place = (id(module), name) not in record.reset, (paths.get(id(module), ""), name)
-            if counts and type(value) in _NUMBERS and type(before) in _NUMBERS and value != before:
-                record.counters[place] = (value, place_of(sys._getframe(1)))
-            if id(module) in paths and not is_dynamo_compiling():
-                record.states.pop(place, None)  # of what was set before, nothing is left
-                if counts and (tensors := _tensors(value)) and module._buffers.get(name) is None:
-                    record.states[place] = (tensors, place_of(sys._getframe(1)), False)
+            elif not is_dynamo_compiling():  # this function, in branches and loops
+                record.lines[id(module), name] = place_of(sys._getframe(1))
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:
@@ -124,30 +99,22 @@ def _recording(record: ReadRecord, paths: Mapping[int, str]) -> Iterator[None]:
             return object.__getattribute__(module, name)
         record.read.add((class_name(module), name))
         record.seen.add((id(module), name))
-        traced = is_dynamo_compiling()  # this function, in branches and loops
-        if not traced and id(module) not in known:
+        if not is_dynamo_compiling() and id(module) not in known:
             known.add(id(module))
             _refuse_parameters(module)
         value = object.__getattribute__(module, name)
-        if type(value) in _NUMBERS:
-            record.numbers.setdefault((id(module), name), value)
-        elif not record.draws.note(value):
+        if not isinstance(value, _NUMBERS) and not record.draws.note(value):
             fields.watch(value)
-            own = id(module) in paths and not traced
             place = (id(module), name)
-            if own and isinstance(value, (list, dict, deque)) and place not in record.reset and place not in contents:
-                contents[place] = (value, _tensors(value), place_of(sys._getframe(1)))
+            if isinstance(value, (list, dict, deque)) and place not in record.lines and not is_dynamo_compiling():
+                record.lines[place] = place_of(sys._getframe(1))
         return value
 
-    known = set(paths)
-    contents: dict[tuple[int, str], tuple[Any, tuple[Tensor, ...], str]] = {}
+    known = {id(module) for module in model.modules()}
     with ExitStack() as stack:
         fields = _FieldReads(record, stack)
         with replaced(kind, "__getattribute__", _Reading(read)), replaced(kind, "__setattr__", write):
             yield
-    for (module, name), (value, before, line) in contents.items():
-        if more := tuple(each for each in _tensors(value) if not any(each is old for old in before)):
-            record.states[paths[module], name] = (more, line, True)
 
 
 def _refuse_parameters(module: nn.Module) -> None:
@@ -158,10 +125,6 @@ def _refuse_parameters(module: nn.Module) -> None:
             f"{place_of(sys._getframe(2))}: {type(module).__name__} is no part of the model, and nobody would train its "
             "parameters: make it an attribute of a module, or freeze it (requires_grad_(False))"
         )
-
-
-def _tensors(value: Any) -> tuple[Tensor, ...]:
-    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 class _Reading:
@@ -218,27 +181,3 @@ class _FieldReads:
         if not isinstance(content, LEAVES):
             self.watch(content)
         return content
-
-
-def refuse_gradients(names: Sequence[NamedValue]) -> None:
-    """CaptureError where a tensor that is a global or in a closure takes gradients."""
-    for each in names:
-        if isinstance(value := each.at.get(each.name, None), Tensor) and value.requires_grad and value.is_leaf:
-            raise CaptureError(
-                f"{each.place} takes a gradient and is no part of the model, so nobody would train it: make it a parameter of a "
-                "module"
-            )
-
-
-@contextmanager
-def numbers_unchanged(names: Sequence[NamedValue]) -> Iterator[None]:
-    """CaptureError where captures inside change a number that is a global or in a closure."""
-    before = [each.at.get(each.name, None) for each in names]
-    yield
-    for each, value in zip(names, before, strict=True):
-        now = each.at.get(each.name, None)
-        if type(value) in (int, float) and type(now) in (int, float) and now != value:
-            raise CaptureError(
-                f"the forward counts in {each.place}, which would be {now!r} for ever in a program: make it a buffer of a module "
-                "(register_buffer), or pass it in with the batch"
-            )

@@ -1,0 +1,1 @@
+"""Reads of a forward beside its arguments, and the state that it keeps for its next call."""

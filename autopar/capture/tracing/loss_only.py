@@ -1,0 +1,113 @@
+"""The model with its loss as one module, of a dictionary of tensors, as `torch.export` gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of
+from autopar.capture.results.returned import Returned, take_apart
+from autopar.capture.state.buffers import assigned_buffers
+from autopar.capture.state.python_state import PlainState
+from autopar.capture.state.reads import call_recorded
+from autopar.capture.state.second_call import refuse_states
+from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
+from autopar.errors import CaptureError
+from autopar.ir.interface import Form
+
+ResultForm = tuple[Form, tuple[str, ...], tuple[str, ...]]
+"""The form of the model's result, what is returned after the loss, and the paths of what is left out."""
+
+LossFunction = Callable[[Any, Any], Any]
+"""A function from the model's result and a target to the loss, as torch's pipeline schedules take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
+    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
+    it all. `local_batch_norm`: see `normalize.batch_norm`."""
+
+    asked: tuple[str, ...] = ()
+    usual_kind: str = ""
+    loss_fn: LossFunction | None = None
+    batch_dim: BatchDim = None
+    autocast: str = ""
+    local_batch_norm: bool = False
+
+
+class LossOnly(nn.Module):
+    """Calls the model, and the loss function where there is one, with one dictionary of tensors; returns the scalar loss, and
+    the requested outputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bound: BoundInputs,
+        compute_dtype: torch.dtype | None,
+        results: Results,
+        tell: Callable[[ResultForm], None],
+        warn: Callable[[tuple[str, ...]], None],
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.state = PlainState(model, results.loss_fn)
+        self.bound = bound
+        self.compute_dtype = compute_dtype
+        self.results = results
+        self.tell, self.warn = tell, warn  # export undoes what a forward writes into attributes
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
+        dtype = self.compute_dtype
+        if dtype is not None:  # as FSDP2's mixed precision does (cast_forward_inputs)
+            batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        buffers = {buffer: buffer._version for buffer in self.module.buffers()}
+        with VarlenAttention(under_mask(self.examples(batch))):
+            with self.state.restored():
+                before = self.state.leaves()
+                result, record = call_recorded(self.module, lambda: self.call(batch))
+                changes = self.state.changes(before, record)
+            if changes:
+                written = [buffer for buffer, version in buffers.items() if buffer._version != version]
+                varying = (*batch.values(), *written, *(each for each in self.module.parameters() if each.requires_grad))
+
+                def repeat() -> tuple[Tensor, ...]:
+                    returned = self.take_apart(self.call({name: x.clone() for name, x in batch.items()}))
+                    return returned.loss, *returned.outputs.values(), *written
+
+                self.warn(refuse_states(self.state, changes, varying, repeat))
+        returned = self.take_apart(result)
+        self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
+        return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
+
+    def call(self, batch: Mapping[str, Tensor]) -> Any:
+        """The result of the model, or of the loss function."""
+        arguments = self.bound.arguments(batch)
+        loss_fn = self.results.loss_fn
+        target = arguments.pop(TARGET) if loss_fn is not None else None
+        with assigned_buffers(self.module):
+            result = self.module(**arguments)
+        return result if loss_fn is None else loss_fn(result, target)
+
+    def take_apart(self, result: Any) -> Returned:
+        """The loss and the outputs of a result."""
+        module = self.module if self.results.loss_fn is None else None
+        return take_apart(result, self.results.asked, self.results.usual_kind, module)
+
+    def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
+        """The number of examples of a batch."""
+        tensors = self.bound.tensors
+        size = batch_of(tensors)
+        return next((x.shape[0] for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size), size)
+
+
+def refuse_parameters(loss_fn: LossFunction | None) -> None:
+    """CaptureError where the loss function has a state of its own."""
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            f"loss_fn: {type(loss_fn).__name__} has parameters, which nobody would train: make it part of the model"
+        )
