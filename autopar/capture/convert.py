@@ -20,7 +20,7 @@ from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.tracing.custom_functions import SEED, check_linear
 from autopar.capture.tracing.explain import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
-from autopar.capture.tracing.guards import refuse_random
+from autopar.capture.tracing.guards import NO_GRAD_MARK, refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
 from autopar.capture.tracing.outline import NAMESPACE
 from autopar.capture.tracing.places import (
@@ -31,7 +31,7 @@ from autopar.capture.tracing.places import (
     source_line,
     source_place,
 )
-from autopar.capture.tracing.trace import NO_GRAD_MARK, Traced
+from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value

@@ -60,6 +60,14 @@ class Checkpointed(nn.Module):
         return nn.functional.mse_loss(self.head(x), y)
 
 
+def check_gradients(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    model(**batch).backward()
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _, gradients = loss_and_gradients(capture(model, (), batch), state, batch)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_pass_through_a_checkpoint(reentrant: bool) -> None:
     """The forward of a reentrant one is without gradients, and once it was captured so: the backward ended in torch's error.
@@ -67,8 +75,26 @@ def test_gradients_pass_through_a_checkpoint(reentrant: bool) -> None:
     torch.manual_seed(0)
     model = Checkpointed(use_reentrant=reentrant).double()
     batch = {"x": torch.randn(8, 8, dtype=torch.float64), "y": torch.randn(8, 4, dtype=torch.float64)}
-    model(**batch).backward()
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    _, gradients = loss_and_gradients(capture(model, (), batch), state, batch)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+    check_gradients(model, batch)
+
+
+class ViewBeforeWrite(nn.Module):
+    """A view that is older than two writes, of which a region without gradients reads it between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.linear(x) * 2
+        first = whole[:, 0]
+        whole.add_(1.0)
+        with torch.no_grad():
+            constant = first * 2
+        whole[:, 1:] -= constant.unsqueeze(1)
+        return (first * 3).mean() + whole.square().mean()
+
+
+def test_a_view_that_is_made_again_takes_a_gradient() -> None:
+    torch.manual_seed(0)
+    check_gradients(ViewBeforeWrite().double(), {"x": torch.rand(4, 4, 8, dtype=torch.float64)})

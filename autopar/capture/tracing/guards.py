@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
+from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -19,6 +20,7 @@ from autopar.capture.tracing.places import user_line
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 
+NO_GRAD_MARK = "autopar_no_grad"
 ASSIGNED = "x.data = ... in the forward would be lost: make x a buffer (register_buffer), and write x.copy_(...) under no_grad"
 REFUSED = {
     "_pack_padded_sequence": "pack_padded_sequence makes sizes of data, which shards cannot have: call the recurrent net on the "
@@ -110,3 +112,16 @@ def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
 
     with replaced(torch.autograd.Function, "apply", classmethod(apply)), replaced(torch.Tensor, "register_hook", hook):
         yield
+
+
+def mark_no_grad(program: ExportedProgram) -> None:
+    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it.
+
+    The mark is the stack trace of the region's first operation, since the inlined operations lose theirs.
+    """
+    for node in program.graph.nodes:
+        if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
+            body = getattr(program.graph_module, str(getattr(node.args[1], "target", "")), None)
+            inner = (each.meta.get("stack_trace") for each in body.graph.nodes) if body is not None else ()
+            mark = {NO_GRAD_MARK: next((trace for trace in inner if trace), " ")}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}

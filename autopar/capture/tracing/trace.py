@@ -28,7 +28,7 @@ from autopar.capture.tracing.experts import experts_as_operator
 from autopar.capture.tracing.explain import explain
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
-from autopar.capture.tracing.guards import Refusals, custom_functions, number_lines, refuse_complex, refuse_hooks
+from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.loss_only import LossOnly, ResultForm, Results, refuse_parameters
 from autopar.capture.tracing.outline import of_equal_code, outline
@@ -36,8 +36,6 @@ from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
 from autopar.runtime.device.autocast import under_autocast
-
-NO_GRAD_MARK = "autopar_no_grad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,16 +224,3 @@ def quiet_logs() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def mark_no_grad(program: ExportedProgram) -> None:
-    """Decompositions inline ``no_grad`` regions; the mark on the region's call survives on what comes out of it.
-
-    The mark is the stack trace of the region's first operation, since the inlined operations lose theirs.
-    """
-    for node in program.graph.nodes:
-        if "set_grad_enabled" in str(node.target) and node.args and node.args[0] is False:
-            body = getattr(program.graph_module, str(getattr(node.args[1], "target", "")), None)
-            inner = (each.meta.get("stack_trace") for each in body.graph.nodes) if body is not None else ()
-            mark = {NO_GRAD_MARK: next((trace for trace in inner if trace), " ")}
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}

@@ -26,6 +26,7 @@ from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
 from autopar.capture.tracing.decomposition.nodes import Table, decomposed_graph
 from autopar.capture.tracing.decomposition.writes import NotLocal
+from autopar.capture.tracing.guards import NO_GRAD_MARK
 
 COMPOSITE = """
 concat concatenate tile meshgrid hstack vstack dstack column_stack row_stack atleast_1d atleast_2d atleast_3d swapaxes
@@ -97,6 +98,10 @@ def retraced(program: ExportedProgram, table: Table, device: torch.device) -> Ex
                 break
             taken |= further
             program = program.run_decompositions(taken)
+    for node in program.graph.nodes:
+        # a view that is made again, after a write to what it is of, is marked like its first reader (seen on torch 2.13.0)
+        if node.meta.get("is_functional_regenerated"):
+            node.meta["custom"] = {key: value for key, value in node.meta.get("custom", {}).items() if key != NO_GRAD_MARK}
     return program
 
 
