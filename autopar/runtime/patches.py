@@ -22,7 +22,7 @@ from .compat.hooks import (
     data_by_values,
     engine_calls,
     fused_updates,
-    masked_writes,
+    masked_items,
     muon_updates,
     replaced,
     whole_items,
@@ -67,7 +67,7 @@ def _patches() -> ExitStack:
         # DTensor is right, or refuses in a line
         lambda: whole_items(glancing),
         data_by_values,
-        masked_writes,
+        masked_items,
         fused_updates,
         draw_whole_tensors,
         mix_whole_tensors,

@@ -142,7 +142,8 @@ def _solved(
     unknown = sorted(graph.parameters().keys() - plan.graph.parameters().keys())
     if unknown:
         raise PlanMismatch(
-            f"it reads {unknown[0]}, which the first program does not (of adapters: make all active before autopar.parallelize)"
+            f"it reads {unknown[0]}, which the first program does not: call model.train(), and make all adapters active, before "
+            "autopar.parallelize"
         )
     stored, mesh = stored_placements(plan.graph, first), _mesh(first, data)
     if context > 1:

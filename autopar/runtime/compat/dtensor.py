@@ -154,9 +154,7 @@ def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 def placed_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Return the tensor of the shape and placements of `like` whose part on this rank is `local`."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
@@ -200,9 +198,7 @@ def matrix_part(like: DTensor, coordinates: Sequence[int]) -> MatrixPart:
 
 
 @lru_cache(maxsize=2**14)
-def _matrix_part(
-    shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]
-) -> MatrixPart:
+def _matrix_part(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], coordinates: Sequence[int]) -> MatrixPart:
     rows, columns = (_indices_of(shape[dim], dim, placements, sizes, coordinates) for dim in (0, 1))
     return MatrixPart(_as_slice(rows), _as_slice(columns), (len(rows), len(columns)))
 

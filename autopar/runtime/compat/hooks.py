@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import boxes, local_of, operations_of_shards, usual_operation, whole
+from .dtensor import boxes, gathered, local_of, operations_of_shards, own_part, replicated, usual_operation, whole
 
 _Owner = TypeVar("_Owner")
 
@@ -87,8 +87,9 @@ def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> 
 
 def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
     """Let ``.item()`` of a partial number of a DTensor (a norm, a sum) be that of the whole tensor: on 2.13.0 it is this rank's
-    part, without a word. All ranks of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`,
-    which is told what they are. A tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
+    part, without a word. ``.numpy()`` and ``.tolist()``, which 2.13.0 refuses, are of the whole tensor too. All ranks of the mesh
+    must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A tensor whose
+    dimension 0 is in another order, `autopar_order`, is put into its own."""
     usual: Any = DTensor.full_tensor
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
@@ -101,9 +102,16 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
             full = usual(self, *args, **kwargs)
         return full if order is None else full.index_select(0, order.argsort())
 
+    def numpy(self: Any, **options: Any) -> Any:
+        array = self.full_tensor().numpy(**options)
+        array.flags.writeable = False  # a write would not reach the tensor
+        return array
+
     hooks = ExitStack()
     hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
+    hooks.enter_context(replaced(DTensor, "tolist", lambda self: self.full_tensor().tolist()))
+    hooks.enter_context(replaced(DTensor, "numpy", numpy))
     return hooks
 
 
@@ -122,19 +130,35 @@ def data_by_values() -> AbstractContextManager[None]:
     return replaced(DTensor, "data", property(usual.__get__, put))
 
 
-def masked_writes() -> AbstractContextManager[None]:
-    """Let DTensor do ``x[mask] = number`` where the mask is placed like `x` (in `torch.optim.Rprop`): 2.13.0 has no rule."""
+def masked_items() -> AbstractContextManager[None]:
+    """Let DTensor read and write ``x[mask]``, and do what else 2.13.0 has no rule for, of whole tensors; ``x[mask] = number`` is
+    of the parts where the mask is placed like `x` (in `torch.optim.Rprop`)."""
+    aten = torch.ops.aten
+
+    def get(op: Any, args: Any, kwargs: Any) -> Any:
+        if op is aten.index.Tensor and not any(map(_is_mask, args[1])):
+            return usual_operation(op, args, kwargs)
+        mesh = next(each for each in tree_leaves(args) if isinstance(each, DTensor)).device_mesh
+        return replicated(op(*tree_map_only(DTensor, gathered, args), **kwargs), mesh)
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
-        mask: Any = indices[0] if len(indices) == 1 else None
-        alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == x.placements
-        if alike and not more and not kwargs and not value.dim() and not any(each.is_partial() for each in x.placements):
+        if not any(map(_is_mask, indices)) or not isinstance(x, DTensor) or any(each.is_partial() for each in x.placements):
+            return usual_operation(op, args, kwargs)
+        mask = indices[0]
+        if len(indices) == 1 and isinstance(mask, DTensor) and mask.placements == x.placements and not value.dim() and not more:
             x._local_tensor.masked_fill_(mask._local_tensor, value.to_local() if isinstance(value, DTensor) else value)
-            return x
-        return usual_operation(op, args, kwargs)
+        else:
+            full = op(gathered(x).clone(), *tree_map_only(DTensor, gathered, args[1:]), **kwargs)
+            x._local_tensor.copy_(own_part(x, full))
+        return x
 
-    return shard_operations({torch.ops.aten.index_put_.default: put})
+    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default)
+    return shard_operations({**dict.fromkeys(gets, get), aten.index_put_.default: put})
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
 
 
 def fused_updates() -> AbstractContextManager[None]:

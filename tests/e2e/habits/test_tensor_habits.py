@@ -147,6 +147,25 @@ def write_into_parts(plan: str) -> None:
     torch.testing.assert_close(parallel(**batch()), reference(**batch()), rtol=1e-9, atol=1e-9)
 
 
+def items_by_masks(plan: str) -> None:
+    """And all else of whole tensors: numpy, lists, renorm. Arrays cannot be written, which would not reach the tensor."""
+    parallel, reference = both_models(plan)
+    mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    with torch.no_grad():
+        for name in theirs.keys() & mine.keys():
+            for p in (mine[name], theirs[name]):
+                p[p > 0.1] *= 0.5
+                p[p < 0] = p[p < 0] * 2
+                p[p.abs() < 0.01] = 0.3
+                p.add_(torch.masked_select(p, p > 0).sum() * 0.01 + len(torch.nonzero(p > 0)))
+                if p.dim() > 1:
+                    p.copy_(torch.renorm(p, 2, 0, 0.5))
+            torch.testing.assert_close(whole(mine[name]), whole(theirs[name]), rtol=1e-12, atol=1e-12)
+            array = mine[name].detach().cpu().numpy()
+            assert array.tolist() == mine[name].tolist() == whole(mine[name]).tolist() and not array.flags.writeable
+    copies_agree(parallel)
+
+
 def without_unused() -> nn.Module:
     model = net()
     model.unused = None  # type: ignore[assignment]
