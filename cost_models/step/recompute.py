@@ -82,6 +82,17 @@ def with_least_recompute(costs: BlockCosts, plan: BlockPlan, saved: Callable[[Pl
     )
 
 
+def with_saved_only(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
+    """Return the plan without offloading and partition of tensors that the block does not save at these costs, which may be of
+    another way to run it (a block that is not compiled saves others)."""
+    whole = RecomputePlan.of(costs, replace(plan, offload=(), partition_saved=()))
+    return replace(
+        plan,
+        offload=tuple(each for each in plan.offload if whole.same.find(each) in whole.saved),
+        partition_saved=tuple(each for each in plan.partition_saved if whole.same.find(each[:2]) in whole.saved),
+    )
+
+
 def with_all_offloaded(costs: BlockCosts, plan: BlockPlan) -> BlockPlan:
     """Return the plan in which all that the block saves lies in host memory until its backward."""
     return replace(plan, offload=tuple(RecomputePlan.of(costs, plan).saved))

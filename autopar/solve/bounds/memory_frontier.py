@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost_models.step.call_trace import costs_as_run
+from autopar.cost_models.step.recompute import with_saved_only
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.rules.loss_chunks import as_plain
@@ -77,7 +79,17 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
-    return replace(fastest, options=tuple(options))
+    return replace(fastest, options=tuple(_under_any_schedule(problem, each) for each in options))
+
+
+def _under_any_schedule(problem: Problem, plans: Mapping[str, BlockPlan]) -> Mapping[str, BlockPlan]:
+    """Return plans that can also run where a schedule splits the backward: blocks are not compiled there, and save others."""
+    out = {}
+    for name, plan in plans.items():
+        costs = problem.blocks[name].costs
+        run = costs_as_run(costs, plan, split_backward=True)
+        out[name] = plan if run is costs or not (plan.offload or plan.partition_saved) else with_saved_only(run, plan)
+    return out
 
 
 def _sharding(problem: Problem, time_limit_seconds: float, sharded_axes: Sequence[int]) -> Candidate | None:
