@@ -108,7 +108,7 @@ def _computed(operations: Iterable[Origin], number: int) -> Counter[str]:
 
 @contextmanager
 def _not_traced() -> Iterator[None]:
-    """Origins inside run on fake tensors, and are no part of the graph that is made."""
+    """Operations inside run on fake tensors, and are no part of the graph that is made."""
     mode = detect_fake_mode()
     assert mode is not None and mode.shape_env is not None
     with disable_proxy_modes_tracing(), mode.shape_env.ignore_fresh_unbacked_symbols():
