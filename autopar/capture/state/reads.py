@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from autopar.capture.state.draws import DrawRecord, no_draws, place_of
+from autopar.capture.tracing.places import is_users
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 from autopar.runtime.plain.frozen_reads import EVERY_FIELD, LEAVES, Reads, class_name
@@ -33,7 +34,7 @@ _NO_SETTINGS = frozenset(("torch", "sympy", "numpy", "autopar", "builtins", "fun
 class ReadRecord:
     """`read` and `written`: (class, attribute) of modules; `fields`: of plain objects in them. `seen`: each (module, attribute)
     that was read, `reset`: those that the forward wrote before it read them, `lines`: where they were written last, or where a
-    list or dictionary in them was read first."""
+    list or dictionary in them was read first; `opened`: modules whose ``__dict__`` the user's code takes."""
 
     read: set[tuple[str, str]] = field(default_factory=set)
     written: set[tuple[str, str]] = field(default_factory=set)
@@ -41,11 +42,16 @@ class ReadRecord:
     seen: set[tuple[int, str]] = field(default_factory=set)
     reset: set[tuple[int, str]] = field(default_factory=set)
     lines: dict[tuple[int, str], str] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
     draws: DrawRecord = field(default_factory=DrawRecord)
 
     @property
     def reads(self) -> Reads:
         return Reads(frozenset(self.read), frozenset(self.written), frozenset(self.fields))
+
+    def is_reset(self, path: tuple[Any, ...]) -> bool:
+        """Return whether the forward sets an attribute, by module and name, before it reads it."""
+        return path in self.reset and path[0] not in self.opened
 
     def add(self, reads: Reads) -> None:
         self.read |= reads.attributes
@@ -95,6 +101,8 @@ def _recording(record: ReadRecord, model: nn.Module) -> Iterator[None]:
         put(module, name, value)
 
     def read(module: nn.Module, name: str) -> Any:
+        if name == "__dict__" and is_users(sys._getframe(1).f_code.co_filename):
+            record.opened.add(id(module))
         if name in usual or name.startswith("__"):
             return object.__getattribute__(module, name)
         record.read.add((class_name(module), name))

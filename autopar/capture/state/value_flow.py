@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tag, Tensor
+from torch import Tag, Tensor, dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -19,13 +19,14 @@ SAME_VALUES = frozenset(("clone", "detach", "alias", "_to_copy", "lift_fresh", "
 @dataclass(eq=False, slots=True)
 class Origin:
     """An operation that ran in the call with this number, at a line. `varies`: its values depend on those of the batch, of
-    weights or of random numbers."""
+    weights or of random numbers. `constants`: its operands that are no tensors, and the positions of those that are inputs."""
 
     name: str
     inputs: tuple[Origin, ...]
     varies: bool
     number: int = 0
     line: str = ""
+    constants: tuple[str, ...] = ()
 
 
 class ValueFlow(TorchDispatchMode):
@@ -38,8 +39,8 @@ class ValueFlow(TorchDispatchMode):
         self._origins: dict[int, list[Origin]] = {}
         self._memory: list[Any] = []  # its addresses are not used again
         self.number = 1
-        for tensor in varying:
-            self.add(tensor, Origin("input", (), True))
+        for number, tensor in enumerate(varying):
+            self.add(tensor, Origin(f"input {number}", (), True))
 
     def origins(self, *tensors: Tensor) -> list[Origin]:
         """The operations that wrote into the memory of tensors, in order."""
@@ -53,14 +54,22 @@ class ValueFlow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
-        schema = getattr(func, "_schema", None)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        given = [each for each in leaves if isinstance(each, Tensor)]
         results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         of_sizes = name.startswith("new_") or name.endswith("_like")
         inputs = () if of_sizes else tuple(dict.fromkeys(self.origins(*given)))
         draws = Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        origin = Origin(name, inputs, draws or any(each.varies for each in inputs), self.number, user_line())
-        for tensor in (*results, *(given if not results and schema is not None and schema.is_mutable else ())):
+        constants = [str(each) for each in leaves if isinstance(each, (bool, int, float, complex, str, dtype))]
+        constants += [each.name for each in inputs if each.name.startswith("input")]
+        varies = draws or any(each.varies for each in inputs)
+        origin = Origin(name, inputs, varies, self.number, user_line(), tuple(constants))
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            results = results or given  # lists in place
+        else:  # a view has the origins of what it is of
+            before = set(map(address, given))
+            results = [each for each in results if address(each) not in before]
+        for tensor in results:
             self.add(tensor, origin)
         return result
 

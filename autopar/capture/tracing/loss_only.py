@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of
 from autopar.capture.results.returned import Returned, take_apart
 from autopar.capture.state.buffers import assigned_buffers
 from autopar.capture.state.python_state import PlainState
-from autopar.capture.state.reads import call_recorded
+from autopar.capture.state.reads import ReadRecord, call_recorded
 from autopar.capture.state.second_call import refuse_states
 from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
+from autopar.capture.tracing.outline import EqualLayers, as_if_first
 from autopar.errors import CaptureError
 from autopar.ir.interface import Form
 
@@ -56,6 +57,7 @@ class LossOnly(nn.Module):
         super().__init__()
         self.module = model
         self.state = PlainState(model, results.loss_fn)
+        self.layers: Sequence[EqualLayers] = ()
         self.bound = bound
         self.compute_dtype = compute_dtype
         self.results = results
@@ -71,13 +73,16 @@ class LossOnly(nn.Module):
                 before = self.state.leaves()
                 result, record = call_recorded(self.module, lambda: self.call(batch))
                 changes = self.state.changes(before, record)
-            if changes:
+            if not all(each.reset for each in changes):
                 written = [buffer for buffer, version in buffers.items() if buffer._version != version]
                 varying = (*batch.values(), *written, *(each for each in self.module.parameters() if each.requires_grad))
 
-                def repeat() -> tuple[Tensor, ...]:
-                    returned = self.take_apart(self.call({name: x.clone() for name, x in batch.items()}))
-                    return returned.loss, *returned.outputs.values(), *written
+                def repeat() -> tuple[tuple[Tensor, ...], ReadRecord]:
+                    own = {name: x.clone() for name, x in batch.items()}
+                    with as_if_first(self.layers):
+                        result, record = call_recorded(self.module, lambda: self.call(own))
+                    returned = self.take_apart(result)
+                    return (returned.loss, *returned.outputs.values(), *written), record
 
                 self.warn(refuse_states(self.state, changes, varying, repeat))
         returned = self.take_apart(result)

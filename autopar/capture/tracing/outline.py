@@ -7,9 +7,10 @@ layer's own index (``layer_idx``): it may differ as long as the traced layer nev
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -70,8 +71,22 @@ def outline_operators() -> tuple[Any, Any, Any]:
 
 
 @contextmanager
-def outline(model: nn.Module) -> Iterator[bool]:
-    """While active, equal layers of `model` (a copy: their `forward` is replaced) are opaque. Yields whether there are any."""
+def as_if_first(groups: Sequence[EqualLayers]) -> Iterator[None]:
+    """Let the layers be called once more, as if it was for the first time."""
+    before = [copy.copy(group.traced) for group in groups]
+    for group in groups:
+        group.traced.calls = 0
+    try:
+        yield
+    finally:
+        for group, traced in zip(groups, before, strict=True):
+            for each in fields(TracedLayer):
+                setattr(group.traced, each.name, getattr(traced, each.name))
+
+
+@contextmanager
+def outline(model: nn.Module) -> Iterator[list[EqualLayers]]:
+    """While active, equal layers of `model` (a copy: their `forward` is replaced) are opaque. Yields them."""
     groups = find_groups(model)
     modules = dict(model.named_modules())
     with ExitStack() as stack:
@@ -87,7 +102,7 @@ def outline(model: nn.Module) -> Iterator[bool]:
             for name in group.index_names:
                 for kind in watched:
                     stack.enter_context(_watch(kind, name, reads))
-        yield bool(groups)
+        yield groups
 
 
 def _empty(module: nn.Module) -> None:

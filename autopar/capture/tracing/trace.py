@@ -167,8 +167,10 @@ class _Attempt:
             self.derivatives = stack.enter_context(derivatives_inside())
             stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))
             stack.enter_context(experts_as_operator(clone.module))
-            if self.short and not stack.enter_context(outline(clone.module)):
-                return None
+            if self.short:
+                clone.layers = stack.enter_context(outline(clone.module))
+                if not clone.layers:
+                    return None
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
             with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without

@@ -14,9 +14,10 @@ import os
 import sysconfig
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +31,19 @@ _ENVIRONMENT = (os.environ, os.getenv)
 _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns)
 _CLOCK_OWNERS = (time, datetime, datetime.datetime, datetime.date)
 _CLOCK_NAMES = frozenset((*(each.__name__ for each in _CLOCKS), "now", "utcnow", "today"))
-_ABSENT = object()
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, functools._lru_cache_wrapper, functools.partial)
 _METHODS = ("__init__", "__call__", "forward", "backward")
 
 
 class Code(NamedTuple):
     """The reads of the code of a forward. `names`: what is to be compared before each call. `modules`: by name, those that are no
-    part of the model. `outside`: lines that read the environment or the clock. `shared`: attributes of the modules' classes;
-    `caches`: functions under ``functools.lru_cache``."""
+    part of the model. `outside`: lines that read the environment or the clock. `owners`: functions and classes of the user's own,
+    which may have attributes; `caches`: functions under ``functools.lru_cache``."""
 
     names: tuple[NamedValue, ...]
     modules: Mapping[str, nn.Module]
     outside: tuple[str, ...]
-    shared: tuple[NamedValue, ...] = ()
+    owners: tuple[Any, ...] = ()
     caches: tuple[Any, ...] = ()
 
 
@@ -57,7 +58,7 @@ def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
     walk.module("loss_fn", loss_fn) if isinstance(loss_fn, nn.Module) else walk.add(loss_fn)
     walk.run()
     outside = tuple(dict.fromkeys(walk.outside))
-    return Code(tuple(walk.names.values()), walk.modules, outside, tuple(walk.shared.values()), tuple(walk.caches))
+    return Code(tuple(walk.names.values()), walk.modules, outside, tuple(walk.owners()), tuple(walk.caches))
 
 
 class _Cell(NamedTuple):
@@ -74,6 +75,9 @@ class _Cell(NamedTuple):
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.cell_contents = value
 
+    def __delitem__(self, name: str) -> None:
+        del self.cell.cell_contents
+
 
 class _ClassValues(NamedTuple):
     """The attributes of a class."""
@@ -86,6 +90,9 @@ class _ClassValues(NamedTuple):
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.kind, name, value)
 
+    def __delitem__(self, name: str) -> None:
+        delattr(self.kind, name)
+
 
 class _Walk:
     """All functions that are reached, each once."""
@@ -93,7 +100,8 @@ class _Walk:
     def __init__(self, model: nn.Module) -> None:
         self.classes = list({type(module): None for module in model.modules()})
         self.names: dict[tuple[int, str], NamedValue] = {}
-        self.shared: dict[tuple[type, str], NamedValue] = {}
+        self._kinds: dict[type, None] = {}
+        self._followed = len(self.classes)
         self.caches: dict[Any, None] = {}
         self.modules: dict[str, nn.Module] = {}
         self._own = {id(module) for module in model.modules()}
@@ -114,15 +122,26 @@ class _Walk:
                 self.caches[value] = None
                 value = value.__wrapped__
             elif isinstance(value, type) and is_own(value):
+                self._kinds[value] = None
                 for name in _METHODS:
                     self.add(vars(value).get(name))
                 return
             else:
                 break
+        kind = type(value)
+        if kind not in self._kinds and not isinstance(value, (nn.Module, *_CODE)) and hasattr(value, "__dict__") and is_own(kind):
+            self.add(kind)
+            self.classes.append(kind)
         if isinstance(value, FunctionType) and id(value) not in self._reached:
             self._reached[id(value)] = value
             self._open.append(value)
             self.add(getattr(value, "__wrapped__", None))
+
+    def owners(self) -> Iterator[Any]:
+        """The classes and functions of the user's own that were reached."""
+        kinds = {each: None for kind in (*self.classes, *self._kinds) for each in kind.__mro__}
+        yield from (kind for kind in kinds if kind is not object and is_own(kind))
+        yield from (each for each in self._reached.values() if not _is_library(each.__code__.co_filename))
 
     def module(self, place: str, module: nn.Module) -> None:
         """Add a module that is no part of the model, and the code of its forward."""
@@ -134,6 +153,13 @@ class _Walk:
 
     def run(self) -> None:
         """Follow all names."""
+        while self._open:
+            self._follow()
+            if len(self.classes) > self._followed:  # methods of these may be called by what was followed before
+                self._followed = len(self.classes)
+                self._open = list(self._reached.values())
+
+    def _follow(self) -> None:
         while self._open:
             function = self._open.pop()
             own = not _is_library(function.__code__.co_filename)
@@ -149,15 +175,13 @@ class _Walk:
     def _names(self, function: FunctionType, code: CodeType) -> None:
         for name in code.co_names:
             for kind in self.classes:
-                value = inspect.getattr_static(kind, name, _ABSENT)
-                self.add(value)
-                if value is not _ABSENT and _is_data(value):
-                    owner = next(each for each in kind.__mro__ if name in vars(each))
-                    if is_own(owner):
-                        self.shared[owner, name] = NamedValue(f"{owner.__qualname__}.{name}", _ClassValues(owner), name)
+                self.add(inspect.getattr_static(kind, name, None))
         # An attribute may be called like a global that the script sets in every step (`loss`).
-        loads = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-        for name in dict.fromkeys(loads):
+        instructions = list(dis.get_instructions(code))
+        for name in dict.fromkeys(each.argval for each in instructions if each.opname == "STORE_GLOBAL"):
+            at = function.__globals__
+            self.names.setdefault((id(at), name), NamedValue(f"{function.__module__}.{name}", at, name))
+        for name in dict.fromkeys(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")):
             if name in function.__globals__:
                 self._value(name, function.__globals__, f"{function.__module__}.{name}", code.co_names)
                 self._outside(name, function.__globals__[name], code)
@@ -178,6 +202,7 @@ class _Walk:
         elif isinstance(value, nn.Module):
             self.module(place, value)
         elif _is_data(value):
+            self.add(value)
             self.names[id(at.cell if isinstance(at, _Cell) else at), name] = NamedValue(place, at, name)
         else:
             self.add(value)
@@ -221,6 +246,6 @@ def _is_data(value: Any) -> bool:
     """Return whether a value is what scripts keep settings in."""
     if isinstance(value, (*LEAVES, torch.Tensor)):
         return True
-    if type(value) in (list, tuple, dict, set, frozenset, SimpleNamespace, Namespace):
+    if isinstance(value, (list, tuple, dict, set, frozenset, deque, SimpleNamespace, Namespace)):
         return True
-    return is_dataclass(value) or (is_own(type(value)) and hasattr(value, "__dict__") and not callable(value))
+    return is_dataclass(value) or (is_own(type(value)) and hasattr(value, "__dict__") and not isinstance(value, _CODE))
