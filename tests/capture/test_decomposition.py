@@ -21,6 +21,7 @@ from autopar.capture.tracing import trace
 from autopar.capture.tracing.decomposition.nodes import decomposed_graph
 from autopar.capture.tracing.decomposition.program import decomposed, retraced
 from autopar.capture.tracing.decomposition.writes import NotLocal
+from autopar.capture.tracing.guards import NO_GRAD_MARK
 from autopar.capture.tracing.places import is_assertion
 
 HOST = ("device", "layout", "pin_memory")
@@ -146,8 +147,8 @@ def listing(graph: fx.Graph) -> list[str]:
         else:
             kwargs = [f"{key}={text(arg, numbers)}" for key, arg in sorted(node.kwargs.items()) if key not in HOST]
             modules = list((node.meta.get("nn_module_stack") or {}).values())
-            no_grad = trace.NO_GRAD_MARK in (node.meta.get("custom") or {})
-            # torch's operations of a region have lost theirs (`trace.mark_no_grad`)
+            no_grad = NO_GRAD_MARK in (node.meta.get("custom") or {})
+            # torch's operations of a region have lost theirs (`guards.mark_no_grad`)
             source = [] if no_grad else (node.meta.get("stack_trace") or "").splitlines()[-2:]
             place = "" if node.target is operator.getitem else f"{modules[-1:]} {source} {no_grad}"
             lines.append(f"{node.target} {text(node.args, numbers)} {kwargs} {text(val, numbers)} {place}")

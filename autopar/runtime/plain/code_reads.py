@@ -32,6 +32,7 @@ _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, tim
 _CLOCK_OWNERS = (time, datetime, datetime.datetime, datetime.date)
 _CLOCK_NAMES = frozenset((*(each.__name__ for each in _CLOCKS), "now", "utcnow", "today"))
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, functools._lru_cache_wrapper, functools.partial)
+_READS = (("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD"))
 _METHODS = ("__init__", "__call__", "forward", "backward")
 
 
@@ -177,11 +178,11 @@ class _Walk:
             for kind in self.classes:
                 self.add(inspect.getattr_static(kind, name, None))
         # An attribute may be called like a global that the script sets in every step (`loss`).
-        instructions = list(dis.get_instructions(code))
-        for name in dict.fromkeys(each.argval for each in instructions if each.opname == "STORE_GLOBAL"):
+        used = _used_names(code)
+        for name in used.globals_set:
             at = function.__globals__
             self.names.setdefault((id(at), name), NamedValue(f"{function.__module__}.{name}", at, name))
-        for name in dict.fromkeys(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")):
+        for name in used.globals_read:
             if name in function.__globals__:
                 self._value(name, function.__globals__, f"{function.__module__}.{name}", code.co_names)
                 self._outside(name, function.__globals__[name], code)
@@ -209,11 +210,28 @@ class _Walk:
 
     def _outside(self, name: str, value: Any, code: CodeType) -> None:
         """The environment, and the clock."""
-        used = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        used = _used_names(code).attributes
         if any(value is each for each in _ENVIRONMENT) or (value is os and used & {"environ", "getenv"}):
             self.outside.append(f"{_line(code, name)} reads the environment")
         elif any(value is each for each in _CLOCKS) or (any(value is each for each in _CLOCK_OWNERS) and used & _CLOCK_NAMES):
             self.outside.append(f"{_line(code, name)} reads the clock")
+
+
+class _UsedNames(NamedTuple):
+    """The names that the instructions of some code read and set."""
+
+    globals_read: tuple[str, ...]
+    globals_set: tuple[str, ...]
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)  # each capture asks for the same code
+def _used_names(code: CodeType) -> _UsedNames:
+    names: dict[str, dict[str, None]] = {}
+    for each in dis.get_instructions(code):
+        names.setdefault(each.opname, {})[each.argval] = None
+    read, attributes = ({**names.get(a, {}), **names.get(b, {})} for a, b in _READS)
+    return _UsedNames(tuple(read), tuple(names.get("STORE_GLOBAL", ())), frozenset(attributes))
 
 
 def _all_code(code: CodeType) -> Iterator[CodeType]:
