@@ -52,7 +52,7 @@ def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
     """Return what the code of the forward of a model reads, and of a loss function."""
     walk = _Walk(model)
     for kind in walk.classes:
-        walk.add(inspect.getattr_static(kind, "forward", None))
+        walk.add(_member(kind, "forward"))
     for module in model.modules():
         for value in vars(module).values():
             walk.add(value)
@@ -150,7 +150,7 @@ class _Walk:
             self.modules[place] = module
             for each in module.modules():
                 self._own.add(id(each))
-                self.add(inspect.getattr_static(type(each), "forward", None))
+                self.add(_member(type(each), "forward"))
 
     def run(self) -> None:
         """Follow all names."""
@@ -176,7 +176,7 @@ class _Walk:
     def _names(self, function: FunctionType, code: CodeType) -> None:
         for name in code.co_names:
             for kind in self.classes:
-                self.add(inspect.getattr_static(kind, name, None))
+                self.add(_member(kind, name))
         # An attribute may be called like a global that the script sets in every step (`loss`).
         used = _used_names(code)
         for name in used.globals_set:
@@ -215,6 +215,11 @@ class _Walk:
             self.outside.append(f"{_line(code, name)} reads the environment")
         elif any(value is each for each in _CLOCKS) or (any(value is each for each in _CLOCK_OWNERS) and used & _CLOCK_NAMES):
             self.outside.append(f"{_line(code, name)} reads the clock")
+
+
+def _member(kind: type, name: str) -> Any:
+    """Return what a class has under a name, as it is there; None for nothing."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
 
 
 class _UsedNames(NamedTuple):
