@@ -95,6 +95,6 @@ class ViewBeforeWrite(nn.Module):
         return (first * 3).mean() + whole.square().mean()
 
 
-def test_a_view_that_is_made_again_takes_a_gradient() -> None:
+def test_gradient_of_a_view_after_two_writes() -> None:
     torch.manual_seed(0)
     check_gradients(ViewBeforeWrite().double(), {"x": torch.rand(4, 4, 8, dtype=torch.float64)})

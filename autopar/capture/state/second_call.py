@@ -24,12 +24,13 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 
 @dataclass(frozen=True)
 class LeftState:
-    """A value that the first call left, or took away. `inside`: see `Change`; `varies`: see `Origin`; `repeats`: the second call
-    changed it too; `is_read`: its results depend on the copy."""
+    """A value that the first call left, or took away. `inside`: see `Change`; `nested`: in a container or object; `varies`: see
+    `Origin`; `repeats`: the second call changed it too; `is_read`: its results depend on the copy."""
 
     leaf: Leaf
     line: str
     inside: bool
+    nested: bool
     varies: bool
     repeats: bool
     is_read: bool
@@ -47,7 +48,7 @@ class LeftState:
     @property
     def refusal(self) -> str:
         """The reason why a program would be wrong, with the remedy; empty where it is right."""
-        if self.repeats and not self.leaf.tensors and (not self.inside or isinstance(self.leaf.value, bytes)):
+        if self.repeats and not self.leaf.tensors and (not self.nested or isinstance(self.leaf.value, bytes)):
             return self.counts
         if not self.is_read or not (self.varies or self.repeats):
             return ""
@@ -122,7 +123,7 @@ def refuse_states(
         grows = each.inside and any(key[:-1] == path[:-1] and key not in before for key in after)
         repeats = repeats or bool(own) and (grows or len(written[path]) > len(own))
         varies = any(one.varies for one in operations)
-        found.append(LeftState(left[path], line, each.inside, varies, repeats, not read.isdisjoint(own)))
+        found.append(LeftState(left[path], line, each.inside, len(path) > 2, varies, repeats, not read.isdisjoint(own)))
     refusals = [each.refusal for each in found if each.refusal]
     if not refusals and _computed(flow.ancestors(first), 1) != _computed(read, 2):
         line, places = _words(changes, left)

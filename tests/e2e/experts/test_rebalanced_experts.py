@@ -72,13 +72,15 @@ def rebalanced_on_rank(
     gradients: list[dict[str, Tensor]] = []
     moved = []
 
-    def given() -> Iterator[Mapping[str, Tensor]]:
+    def batches_between_moves() -> Iterator[Mapping[str, Tensor]]:
         for step, batch in enumerate(batches):
             if step in (2, 4):
                 moved.append(parallel.rebalance_experts(loads[step // 2 - 1], optimizer, steps=None))
             yield batch
 
-    losses, _, whole = train(parallel, given(), optimizer, after_backward=lambda _: gradients.append(full_gradients(parallel)))
+    losses, _, whole = train(
+        parallel, batches_between_moves(), optimizer, after_backward=lambda _: gradients.append(full_gradients(parallel))
+    )
     if folder:
         parallel.save(folder, optimizer, step=STEPS)
     found = dict(losses=losses, gradients=gradients, state=whole, moved=moved)
