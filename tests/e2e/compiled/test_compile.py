@@ -6,7 +6,7 @@ import copy
 import gc
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -285,14 +285,21 @@ def calls_without_gradients(
     return said, max(float((both[name] - 2 * gradient).abs().max()) for name, gradient in once.items()), left
 
 
-@pytest.mark.parametrize(("model", "seed"), [("llama", 6), SLOW("gpt2", 0), SLOW("qwen3", 0)])
-def test_calls_without_gradients_between_steps(model: str, seed: int, ranks: RankPool) -> None:
-    """No operation is tagged where nothing is recomputed, and conversions of two tensors have their contexts."""
+def offloading_programs(prepared: Prepared) -> Iterator[str]:
+    """Programs that keep tensors on the host, of plans drawn one after the other."""
+    for seed in range(100):
+        plain = drawn_candidate(prepared.graph, mesh_of(dp=2), seed, zero=0, wild=0.3, precision=F64)
+        candidate = with_kept(prepared.graph, plain, Cluster.parse("local:2"), seed, share=0.6, offload=0.5)
+        text = program_text(prepared.graph, candidate)
+        if "recompute.offload(" in text:
+            yield text
+
+
+@pytest.mark.parametrize("model", ["llama", SLOW("gpt2"), SLOW("qwen3")])
+def test_calls_without_gradients_between_steps(model: str, ranks: RankPool) -> None:
+    """No operation is tagged where nothing is recomputed, and conversions of two tensors (GPT-2 has none) have their contexts."""
     prepared = prepare(model)
-    plain = drawn_candidate(prepared.graph, mesh_of(dp=2), seed, zero=0, wild=0.3, precision=F64)
-    candidate = with_kept(prepared.graph, plain, Cluster.parse("local:2"), seed, share=0.6, offload=0.5)
-    text = program_text(prepared.graph, candidate)
-    assert "recompute.offload(" in text and ("C.convert_many((" in text or model == "gpt2")
+    text = next(each for each in offloading_programs(prepared) if "C.convert_many((" in each or model == "gpt2")
     found = ranks.run(calls_without_gradients, text, prepared.state, prepared.batch, PARTITIONED, world=2, timeout=200)
     for said, difference, left in found:
         assert not said and difference < TOLERANCE and left == 0
@@ -378,8 +385,10 @@ def cache_lookups(
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path, ranks: RankPool) -> None:
-    """Conversions are functions of autograd, which torch caches only where it is told to."""
+    """Conversions are functions of autograd, which torch caches only where it is told to. Of a first start each graph is compiled
+    by the rank that comes to it first."""
     prepared = prepare("llama")
     text = program(prepared, plan(prepared, {"dp": 2, "zero": 3, "tp": 2}))
-    first, second = ranks.run(cache_lookups, text, prepared.state, prepared.batch, str(tmp_path), timeout=400)[0]
-    assert first["autograd_cache_miss"] == 3 and second == {"autograd_cache_hit": 3}
+    starts = ranks.run(cache_lookups, text, prepared.state, prepared.batch, str(tmp_path), timeout=400)
+    misses = [sum(start.get("autograd_cache_miss", 0) for start in each) for each in zip(*starts, strict=True)]
+    assert misses == [text.count("(BlockModule):"), 0] and sum(second["autograd_cache_hit"] for _, second in starts) > 0
