@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .frozen_reads import LEAVES, NamedValue
+from .frozen_reads import LEAVES, NamedValue, setting_classes
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_paths()["stdlib"], torch.__file__.rsplit("/", 1)[0])
 _PRODUCT = __file__.rsplit("/runtime/", 1)[0] + "/"
@@ -196,17 +196,24 @@ class _Walk:
         elif isinstance(value, type):
             self.add(value)
             for each in used if is_own(value) else ():
-                if each in vars(value) and isinstance(vars(value)[each], (*LEAVES, list, tuple, dict, torch.Tensor)):
-                    self.names[id(value), each] = NamedValue(f"{place}.{each}", _ClassValues(value), each)
-                else:
+                if not self._settings(value, each):
                     self.add(vars(value).get(each))
         elif isinstance(value, nn.Module):
             self.module(place, value)
         elif _is_data(value):
             self.add(value)
             self.names[id(at.cell if isinstance(at, _Cell) else at), name] = NamedValue(place, at, name)
+            for each in used if is_own(type(value)) else ():
+                self._settings(type(value), each)
         else:
             self.add(value)
+
+    def _settings(self, kind: type, name: str) -> bool:
+        """Add what a class and its objects have under a name, if it is a plain value; return whether it is."""
+        kinds = setting_classes(kind, name)
+        for each in kinds:
+            self.names[id(each), name] = NamedValue(f"{each.__module__}.{each.__qualname__}.{name}", _ClassValues(each), name)
+        return bool(kinds)
 
     def _outside(self, name: str, value: Any, code: CodeType) -> None:
         """The environment, and the clock."""

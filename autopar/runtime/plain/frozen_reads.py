@@ -22,6 +22,7 @@ MOST_LEAVES = 2000
 """An object with more values than this in it is compared by its identity."""
 _DEEPEST = 5
 LEAVES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_SETTINGS = (*LEAVES, list, tuple, dict, torch.Tensor)
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
 _MISSING = object()
 
@@ -69,6 +70,13 @@ class NamedValue(NamedTuple):
 def class_name(value: Any) -> str:
     """The full name of the class of a module or object."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def setting_classes(kind: type, name: str) -> tuple[type, ...]:
+    """Return the class from which a class and its objects have a plain value, after those that may get one of their own."""
+    kinds = kind.__mro__
+    last = next((index for index, each in enumerate(kinds) if name in vars(each)), None)
+    return kinds[: last + 1] if last is not None and isinstance(vars(kinds[last])[name], _SETTINGS) else ()
 
 
 class FrozenReads:
@@ -125,9 +133,8 @@ class FrozenReads:
     def _attributes(self) -> Iterator[NamedValue]:
         for place, module, name in read_attributes(self.model.named_modules(), self.reads):
             yield NamedValue(place, vars(module), name)
-            owner = next((each for each in type(module).__mro__ if name in vars(each)), None)
-            if owner is not None and isinstance(vars(owner)[name], (*LEAVES, list, tuple, dict, torch.Tensor)):
-                yield NamedValue(f"{owner.__qualname__}.{name}", vars(owner), name)
+            for kind in setting_classes(type(module), name):
+                yield NamedValue(f"{kind.__qualname__}.{name}", vars(kind), name)
         for prefix, other in self.others.items():
             modules = dict(other.named_modules(prefix=prefix))
             for place, module, name in read_attributes(modules.items(), self.reads):
@@ -202,10 +209,13 @@ def _inside(place: str, value: Any, depth: int, fields: Fields) -> Iterator[tupl
             yield from _inside(f"{place}[{index}]", each, depth + 1, fields)
     else:
         yield place, type(value).__qualname__
-        names = fields.get(class_name(value), {EVERY_FIELD})
-        for name, each in getattr(value, "__dict__", {}).items():
+        names, own = fields.get(class_name(value), {EVERY_FIELD}), getattr(value, "__dict__", {})
+        for name, each in own.items():
             if name in names or EVERY_FIELD in names:
                 yield from _inside(f"{place}.{name}", each, depth + 1, fields)
+        for name in sorted(names - own.keys()):
+            for kind in setting_classes(type(value), name)[-1:]:
+                yield from _inside(f"{place}.{name}", vars(kind)[name], depth + 1, fields)
 
 
 class _TensorValue:

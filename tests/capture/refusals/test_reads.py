@@ -10,7 +10,8 @@ from autopar.capture import capture
 from autopar.capture.state.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.errors import CaptureError
-from autopar.runtime.plain.frozen_reads import FrozenReads
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 
 
 class Settings:
@@ -48,6 +49,88 @@ def test_only_what_is_read_is_another_program() -> None:
     settings.scale, settings.width = 0.5, 3.0
     assert [place for place, _ in frozen.changed()] == ["settings.width"]
     settings.width = 4.25
+    assert frozen.changed() == ()
+
+
+class Shared:
+    """Settings of all that are made of it; `unread` by no forward."""
+
+    factor, unread = 2.0, 1.0
+
+
+class OwnShared(Shared):
+    pass
+
+
+class Base(nn.Module):
+    gain = 3.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 4), OwnShared()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.gain * self.shared.factor).square().mean()
+
+
+class Derived(Base):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "place"),
+    [
+        (Base, "gain", "Base.gain"),
+        (Derived, "gain", "Derived.gain"),
+        (Shared, "factor", "shared.factor"),
+        (OwnShared, "factor", "shared.factor"),
+        (Shared, "unread", ""),
+    ],
+)
+def test_attributes_of_classes(kind: type, name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the class itself, of one that hides them, and of a class whose objects are attributes of modules."""
+    model = Derived()
+    with recorded_reads() as record:
+        capture(model, (torch.randn(4, 4),))
+    frozen = FrozenReads(copy_without_data(model, None), record.reads)
+    assert frozen.changed() == ()
+    monkeypatch.setattr(kind, name, 7.0, raising=False)
+    assert [each for each, _ in frozen.changed()] == ([place] if place else [])
+    monkeypatch.undo()
+    assert frozen.changed() == ()
+
+
+class Limits:
+    low, high, unread = -1.0, 1.0, 0.0
+
+
+class OwnLimits(Limits):
+    pass
+
+
+LIMITS = OwnLimits()
+
+
+class Clamp(nn.Module):
+    """Reads attributes of classes through another class, and through an object that is a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).clamp(OwnLimits.low, LIMITS.high).square().mean()
+
+
+@pytest.mark.parametrize("name", ["low", "high", "unread"])
+@pytest.mark.parametrize("kind", [Limits, OwnLimits])
+def test_inherited_attributes_of_global_classes(kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, model = code_of(Clamp()), copy_without_data(Clamp(), None)
+    frozen = FrozenReads(model, Reads(), code.names, code.modules)
+    monkeypatch.setattr(kind, name, 0.5, raising=False)
+    expected = [] if name == "unread" else [f"{kind.__module__}.{kind.__qualname__}.{name}"]
+    assert [each for each, _ in frozen.changed()] == expected
+    monkeypatch.undo()
     assert frozen.changed() == ()
 
 
