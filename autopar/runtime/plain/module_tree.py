@@ -151,7 +151,8 @@ def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> N
         node.register_parameter(leaf, parameter)
     for name in state.index.specs:  # modules of other stages too
         node_of(root, name)
-    for name, buffer in state.buffers.items():
+    places = {name: place for place, name in enumerate(plain.names.values() if plain is not None else ())}
+    for name, buffer in sorted(state.buffers.items(), key=lambda each: places.get(each[0], len(places))):
         node, leaf = node_of(root, name)
         saved = state.specs[name].persistent and (plain is None or name in plain.names.values())
         node.register_buffer(leaf, buffer, persistent=saved)

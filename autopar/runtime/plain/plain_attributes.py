@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import AttributeProblem, RuntimeProblem
+from ..errors import AttributeProblem, RuntimeProblem, StateError
 from .frozen_reads import LEAVES, Fields, FrozenReads, Reads, leaves, read_attributes
 
 _LIBRARIES = ("torch", "transformers", "diffusers")
@@ -72,6 +72,10 @@ class PlainAttributes:
                 self._before[place] = weakref.ref(module), name, value
 
 
+_RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats", "_fill_padding_idx_with_zero")
+"""Methods of torch's modules that write into parameters and buffers, and do no more."""
+
+
 class _Content(list[tuple[str, Any]]):
     """The plain values in an object, which is not kept. None of code and tensors, which would be."""
 
@@ -88,6 +92,12 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     """Return an attribute of a module of the model (`skeleton`, without data) that is no module or tensor, or a method of its own
     class for the `node` that stands for it (see `_called`). AttributeProblem where there is none, or the forward has set it."""
     check_attribute(frozen, skeleton, name)
+    if name in _RESETS and isinstance(reset := inspect.getattr_static(type(skeleton), name, None), FunctionType):
+        return partial(_reset, reset, node)
+    if any(name in tensors for tensors in (skeleton._parameters, skeleton._buffers, skeleton._modules)):
+        return None  # a layer without bias: what has values is the node's own
+    if name.startswith("_") and isinstance(value := skeleton.__dict__.get(name, _MISSING), LEAVES):
+        return value
     private = name.startswith("__") or (name.startswith("_") and _library(type(skeleton)))
     own = name in skeleton.__dict__ or hasattr(type(skeleton), name)
     if not private and not own and (forwarded := _forwarded(skeleton, node, name)):
@@ -161,6 +171,16 @@ def _called(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: A
             return result
         restore()  # what it has set is set once more by the parallel model
     return method(node, *args, **kwargs)
+
+
+def _reset(method: FunctionType, node: nn.Module) -> None:
+    """Give parameters or buffers their first values, as one process draws them."""
+    if node.__dict__["assignments"].state.mesh.pp.size > 1:
+        raise StateError(
+            f"{type(node).__name__}.{method.__name__} on a pipeline, of which no rank has all values: reset a plain model, and call "
+            "parallel.load_full_state(model.state_dict())"
+        )
+    method(node)
 
 
 def _restoring(model: nn.Module) -> Callable[[], None]:

@@ -169,6 +169,57 @@ def average_weights(plan: str) -> None:
             torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-9, atol=1e-9)
 
 
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.linear(x)).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+def update_batch_norm(force: str) -> None:
+    """The statistics of averaged weights; under a pipeline batch norm is refused."""
+    if "pp=" in force:
+        return
+    torch.manual_seed(0)
+    plain, inputs = Normalized().double(), [batch(seed)["x"] for seed in range(3)]
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:4", (inputs[0],), force=force, cache=False)
+    assert [name for name, _ in parallel.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    values = []
+    for model in (parallel, plain):
+        average, optimizer = torch.optim.swa_utils.AveragedModel(model), adamw(1e-2)(model)
+        for x in inputs:
+            model(x).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        torch.optim.swa_utils.update_bn(inputs, average)
+        average.eval()
+        with torch.no_grad():
+            values.append(float(average(inputs[0])))
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+def reset_modules(plan: str) -> None:
+    """Each fold of a cross-validation begins with new weights; a pipeline refuses."""
+    parallel, reference = parallel_of(net(), plan), net()
+
+    def reset(model: nn.Module) -> None:
+        torch.manual_seed(1)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    train(parallel, [batch()], adamw())
+    if parallel.program.mesh.pp.size > 1:
+        assert "parallel.load_full_state(model.state_dict())" in refusal(parallel.layers[0].up.reset_parameters)
+        return
+    reset(parallel)
+    reset(reference)
+    assert not torch.equal(reference.head.weight, net().head.weight)
+    equals_one_process(parallel, reference)
+
+
 def meta_model(plan: str) -> None:
     """From a checkpoint without the buffer that is in none; its module computes it."""
     with torch.device("meta"):
