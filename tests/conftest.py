@@ -58,6 +58,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The process that ranks are forked from imports torch while the first tests run."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items) and not session.config.option.collectonly:
         session.config.stash[POOL] = RankPool()
+    if "torch" in sys.modules:
+        from support.seeds import seed_the_processor_alone
+
+        seed_the_processor_alone()
     collect_seldom()
 
 

@@ -148,7 +148,7 @@ def with_base(data: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml reads in a tenth of the time of Python; each rank reads the cluster twice before its first step."""
 _MOST_CHARACTERS = 30_000
 _DEEPEST = 30
@@ -157,7 +157,7 @@ _DEEPEST = 30
 
 def _check_tokens(text: str, path: Path) -> None:
     depth = 0
-    for token in yaml.scan(text, Loader=_LOADER):
+    for token in yaml.scan(text, Loader=SAFE_LOADER):
         if isinstance(token, yaml.AliasToken):
             raise ClusterError(f"cluster file {path}: write it without aliases (*name)")
         depth += isinstance(token, _OPENS) - isinstance(token, _CLOSES)
@@ -176,7 +176,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if len(text) > _MOST_CHARACTERS:
             raise ClusterError(f"cluster file {path}: write it in at most {_MOST_CHARACTERS} characters")
         _check_tokens(text, path)
-        data = yaml.load(text, Loader=_LOADER)
+        data = yaml.load(text, Loader=SAFE_LOADER)
     except yaml.YAMLError as error:
         where = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         fault = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from autopar.cost_models.hardware.cluster_file import SAFE_LOADER
 from autopar.cost_models.hardware.cluster_parser import parse_overlap, parse_state_layout
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.state_layouts import StateLayout
@@ -46,7 +47,7 @@ class SoftwareStack:
 
 
 def _read(file: str) -> Any:
-    return yaml.safe_load((Path(__file__).parent / file).read_text())
+    return yaml.load((Path(__file__).parent / file).read_text(), Loader=SAFE_LOADER)
 
 
 @lru_cache(maxsize=1)

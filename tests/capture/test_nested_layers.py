@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from support.models.nested_models import Layer, Shared, nested_inputs, nested_model
@@ -23,6 +25,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.problem.problem import Problem, build_problem
 
 
+@cache
 def captured(kind: str, depth: int) -> Graph:
     return capture(nested_model(kind, depth), (), nested_inputs(kind))
 

@@ -51,6 +51,17 @@ def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], l
     """Converts this rank's piece of each case and sends this rank's piece of the gradient back."""
     handle = MeshHandle(axes).axis(axis)
     results = []
+    if how == "compiled":
+        torch._dynamo.reset()
+        pieces_of_all = [inputs[handle.coordinate].clone().requires_grad_() for _, inputs, _ in cases]
+        seeds = [gradients[handle.coordinate] for _, _, gradients in cases]
+
+        def convert_all(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [C.convert(x, handle, text) for x, (text, _, _) in zip(xs, cases, strict=True)]
+
+        found = torch.compile(convert_all, backend="aot_eager", fullgraph=True)(pieces_of_all)
+        assert [y.shape for y in found] == [seed.shape for seed in seeds]
+        return [(y.detach(), grad) for y, grad in zip(found, torch.autograd.grad(found, pieces_of_all, seeds), strict=True)]
     for text, inputs, gradients in cases:
         x = inputs[handle.coordinate].clone().requires_grad_()
         if how == "start":
@@ -58,9 +69,6 @@ def on_rank(axes: dict[str, int], axis: str, cases: list[tuple[str, list[Any], l
         elif how == "many":
             y, z, v = C.convert_many((x, 2 * x, 3 * x), handle, text)
             y = (y + z + v) / 6
-        elif how == "compiled":
-            torch._dynamo.reset()
-            y = torch.compile(C.convert, backend="aot_eager", fullgraph=True)(x, handle, text)
         else:
             y = C.convert(x, handle, text)
         assert y.shape == gradients[handle.coordinate].shape, text

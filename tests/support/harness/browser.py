@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -104,13 +103,6 @@ class Browser:
         ready = "document.documentElement?.dataset.ready === 'true'"
         until(lambda: self.problems or self.value(ready), 60, f"{path} is drawn")
         assert not self.problems, self.problems
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def mouse(self, kind: str, x: float, y: float, button: str = "none") -> None:
         """Move, press or release (``mouseMoved``, ...)."""

@@ -25,14 +25,14 @@ MODULES = (
     "torch._export.non_strict_utils", "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass", "torch._functorch._aot_autograd.subclass_parametrization",
     "torch._inductor.compile_fx", "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.sizevars",
-    "torch._subclasses.schema_check_mode",
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
-    "torch.fx.experimental.validator", "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun",
+    "torch._subclasses.schema_check_mode", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "torch.distributed.tensor.experimental", "torch.export._trace", "torch.fx.experimental.validator",
+    "torch.profiler", "autopar.api", "autopar.capture", "autopar.cli.commands.dryrun",
     "autopar.cli.commands.explain", "autopar.cli.commands.export", "autopar.cli.commands.inspect", "autopar.cli.commands.plan",
     "autopar.cli.commands.verify", "autopar.cost_models.calibrate.local_cluster", "autopar.dryrun.run", "autopar.explain",
     "autopar.planning", "autopar.program.build", "autopar.program.export", "autopar.runtime.collectives",
     "autopar.runtime.parallel", "autopar.runtime.ops.experts", "autopar.solve.search", "autopar.software",
-    "support.harness.launch", "support.harness.rank_pool", "transformers.models.llama.modeling_llama",
+    "support.capture_cache", "support.harness.launch", "support.harness.rank_pool", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """Imported before the forks: torch, ours and what tests use. A rank that makes a model of transformers would import for 2 s, one
 that compiles, by any backend, for 1.4 s; most sets of ranks have such ranks."""
@@ -106,6 +106,11 @@ def main() -> None:
     inlet = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
         importlib.import_module(name)
+    from autopar.cost_models.hardware.stack_entries import software_stacks
+    from autopar.runtime.compat.dtensor import in_place_operations, random_operations
+
+    for find in (in_place_operations, random_operations, software_stacks):  # each rank would ask torch and the file itself: 0.1 s
+        find()
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()

@@ -275,8 +275,10 @@ def serve(rank: int, world: int, port: int, number: int) -> None:
     import torch.distributed as dist
 
     from support.capture_cache import capture_cache
+    from support.seeds import seed_the_processor_alone
 
     torch.set_num_threads(1)
+    seed_the_processor_alone()
     collect_seldom()
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # several gathers where one would do: so be it
     if world:
