@@ -177,7 +177,7 @@ def _reset(method: FunctionType, node: nn.Module) -> None:
     """Give parameters or buffers their first values, as one process draws them."""
     if node.__dict__["assignments"].state.mesh.pp.size > 1:
         raise StateError(
-            f"{type(node).__name__}.{method.__name__} on a pipeline, of which no rank has all values: reset a plain model, and call "
+            f"{type(node).__name__}.{method.__name__} on a pipeline, where no rank has all values: reset a plain model, and call "
             "parallel.load_full_state(model.state_dict())"
         )
     method(node)
