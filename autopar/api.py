@@ -60,6 +60,7 @@ from autopar.runtime.comm.agreement import require_agreement, require_equal_mode
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.comm.symmetric_memory import async_tp_groups
 from autopar.runtime.compat.modules import is_compiled
+from autopar.runtime.device.groups import several_ranks
 from autopar.runtime.device.mesh import MeshHandle, launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
@@ -207,7 +208,7 @@ def _build(
             source = BroadcastSource(tensors) if weights is None else pretrained_source(model, weights)
         with watched(heartbeat, "planning"):
             code = code_of(model, options.loss_fn)
-            text, reads = on_first_rank(lambda: _with_reads(chosen, code))
+            text, reads = on_first_rank(lambda: _with_reads(chosen))
             agreed = planfile.decode_plan(text)
             compiler = compiler_of(agreed, run.compile)
             check_float8(agreed, compiler)
@@ -289,7 +290,7 @@ class Deferred(Parallel):
 
 def _compare_models(model: nn.Module) -> None:
     """PlanMismatch on all ranks where one has another model, or another version of torch or autopar."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not several_ranks():
         return
     try:
         require_agreement(stated_versions(), lambda rank: f"rank {rank}")
@@ -298,7 +299,7 @@ def _compare_models(model: nn.Module) -> None:
         raise PlanMismatch(str(problem)) from None
 
 
-def _with_reads(chosen: Callable[[], Plan], code: Code) -> tuple[str, Reads]:
+def _with_reads(chosen: Callable[[], Plan]) -> tuple[str, Reads]:
     """The text of a plan, and what was read of the model while it was captured for it."""
     with recorded_reads() as record:
         return chosen().to_json(), record.reads
@@ -315,12 +316,11 @@ def _variant_maker(
 ) -> VariantMaker:
     """Return the maker of programs for other calls."""
     args, kwargs = split_inputs(example_inputs)
-    has_loss = agreed.graph.interface is None or agreed.graph.interface.has_loss
     said = (text for text in asked.outputs if text.endswith(f":{LOSS}"))
     options: dict[str, Any] = dict(
         compute_dtype=compute_dtype_of(agreed.candidate.precision, frozen.model),
         float8=agreed.candidate.precision.float8,
-        outputs=(*(output.asked for output in agreed.graph.outputs if has_loss), *said),
+        outputs=(*(output.asked for output in agreed.graph.outputs if agreed.graph.has_loss), *said),
         batch_norm="local" if LOCAL in agreed.graph.notes else "global",
         loss_fn=asked.loss_fn,
         batch_dim=batch_dims(agreed),

@@ -22,12 +22,12 @@ from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import Infeasible
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.solve.infeasible import size_text
 
 _HALVINGS = 6
 """Of each model's memory: its least is then known to 2 % of what its fastest plan takes."""
 
 _ROUNDS = 3
-_GIB = 2.0**30
 
 Planner = Callable[[int], Plan]
 """A model's fastest plan that leaves so many bytes to others. Infeasible where there is none."""
@@ -153,15 +153,11 @@ def _shortage_text(found: Sequence[Sequence[Share]], names: Sequence[str]) -> st
     taken = ", ".join(_words(joint, names))
     return (
         f"{len(joint)} models do not fit together on {joint[0].plan.document.cluster.name}: the plans that take least are short "
-        f"of {_gib(shortage_bytes(joint))} a device ({taken}): take more devices or smaller batches, or freeze a model that is "
-        "not trained (model.requires_grad_(False)), which then holds its weights alone"
+        f"of {size_text(shortage_bytes(joint))} a device ({taken}): take more devices or smaller batches, or freeze a model that "
+        "is not trained (model.requires_grad_(False)), which then holds its weights alone"
     )
 
 
 def _words(joint: Joint, names: Sequence[str]) -> Iterator[str]:
     for name, each in zip(names, joint, strict=True):
-        yield f"{name} takes {_gib(each.own_bytes)} and holds {_gib(each.held_bytes)}"
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / _GIB:.1f} GiB" if size_bytes >= 0.1 * _GIB else f"{size_bytes / 2**20:.1f} MiB"
+        yield f"{name} takes {size_text(each.own_bytes)} and holds {size_text(each.held_bytes)}"

@@ -63,7 +63,7 @@ def race(
 ) -> list[RacedPlan]:
     """Run the plans in turn, `steps` counted steps a lap; all ranks must call. The model is not changed. Returns the same on all
     ranks. AutoparError where the model returns no loss, or the first plan does not run."""
-    if plans[0].graph.interface is not None and not plans[0].graph.interface.has_loss:
+    if not plans[0].graph.has_loss:
         raise AutoparError("steps are measured from a loss to its update, and the model returns none: pass one that does")
     raced = [RacedPlan(plan) for plan in plans]
     with working(f"running {len(plans)} plans in turn", laps * len(plans)):

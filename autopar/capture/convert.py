@@ -34,7 +34,7 @@ from autopar.capture.tracing.places import (
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
-from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, DType, Node, Ref, Value, size_argument
 from autopar.operations.factories import STRIDED
 from autopar.operations.views import COMPLEX_VIEW, SLICE, SPLIT
 
@@ -214,14 +214,13 @@ class _Converter:
             text = self.in_batch(arg)
             if isinstance(text, str) and BATCH not in text:  # a quotient of lengths
                 return float(as_sympy(text))
-            return Symbol(text) if isinstance(text, str) else text
+            return size_argument(text)
         if isinstance(arg, (list, tuple)):
             return tuple(self.arg(item) for item in arg)
         if isinstance(arg, torch.dtype):
             return DType(str(arg).removeprefix("torch."))
         if isinstance(arg, torch.SymInt):
-            dim = self.dim(arg)
-            return Symbol(dim) if isinstance(dim, str) else dim
+            return size_argument(self.dim(arg))
         if arg is None or isinstance(arg, (bool, int, float, str)):
             return arg
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):

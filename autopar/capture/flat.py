@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
-from autopar.ir.graph import Arg, Node, Symbol, Value, with_operands
+from autopar.ir.graph import Arg, Node, Value, size_argument, with_operands
 from autopar.operations.table import operation
 
 
@@ -144,7 +144,7 @@ def drop_dead(flat: FlatGraph) -> FlatGraph:
 
 def size_args(shape: Iterable[Dim]) -> tuple[Arg, ...]:
     """A shape as a tuple of arguments."""
-    return tuple(Symbol(dim) if isinstance(dim, str) else dim for dim in shape)
+    return tuple(map(size_argument, shape))
 
 
 def node_like(

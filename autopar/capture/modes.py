@@ -16,6 +16,7 @@ from autopar.capture.flat import rewritten
 from autopar.capture.normalize.simplify import node_without_dropout
 from autopar.errors import AutoparError
 from autopar.ir.graph import Block, Graph
+from autopar.runtime.plain.plain_model import preserved_modes
 
 
 @dataclass(eq=False)
@@ -43,18 +44,15 @@ class CapturedModes:
         return self.answers[training]
 
     def _compare(self, training: bool) -> bool:
-        modules = list(self.model.modules())
-        captured = [module.training for module in modules]
+        captured = [module.training for module in self.model.modules()]
         try:
-            self.model.train(training)
-            if [module.training for module in modules] == captured:
-                return True
-            other = self._captured(dropout=True)
+            with preserved_modes(self.model):
+                self.model.train(training)
+                if [module.training for module in self.model.modules()] == captured:
+                    return True
+                other = self._captured(dropout=True)
         except AutoparError:
             return False
-        finally:
-            for module, mode in zip(modules, captured, strict=True):
-                module.training = mode
         if training:
             return other.fingerprint == self.graph.fingerprint
         if _canonical(other) == _canonical(without_dropout(self.graph)):

@@ -107,9 +107,3 @@ def named_configs() -> Mapping[str, Mapping[str, Any]]:
     text = (files("autopar.decoders") / "data" / "models.json").read_text(encoding="utf-8")
     found: dict[str, Mapping[str, Any]] = json.loads(text)
     return found
-
-
-def decoder_named(name: str, seq: int) -> RecognizedDecoder | None:
-    """The decoder of a published model; None where the name is not known."""
-    config = named_configs().get(name)
-    return decoder_of(config, seq) if config is not None else None

@@ -20,7 +20,7 @@ from autopar.decoders.modules import Decoder
 from autopar.decoders.stored_graphs import stored_graph
 from autopar.errors import CaptureError
 from autopar.ir import dims
-from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value
+from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value, map_graph
 from autopar.operations import products
 from autopar.operations.attention import ATTENTION, PUBLISHED_CONTEXT
 from autopar.operations.experts import PUBLISHED, PUBLISHED_FLOAT8
@@ -217,9 +217,7 @@ def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
             return of(size)
         return dims.as_dim(dims.as_sympy(re.sub(r"\d+", lambda found: str(of(int(found[0]))), size)))
 
-    def arg(item: Arg) -> Arg:
-        if isinstance(item, tuple):
-            return tuple(map(arg, item))
+    def argument(item: Arg) -> Arg:
         if isinstance(item, Symbol):
             return Symbol(dim(item.dim))
         return of(item) if type(item) is int else item
@@ -227,16 +225,8 @@ def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
     def value(item: Value) -> Value:
         return replace(item, shape=tuple(map(dim, item.shape)))
 
-    def node(item: Node) -> Node:
-        kwargs = tuple((key, arg(each)) for key, each in item.kwargs)
-        return replace(item, args=tuple(map(arg, item.args)), kwargs=kwargs, outputs=tuple(map(value, item.outputs)))
-
-    def block(item: Block) -> Block:
-        parameters = tuple(replace(each, value=value(each.value)) for each in item.parameters)
-        return replace(item, inputs=tuple(map(value, item.inputs)), parameters=parameters, nodes=tuple(map(node, item.nodes)))
-
-    blocks = tuple(map(block, graph.blocks))
-    return replace(graph, inputs=tuple(map(value, graph.inputs)), blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+    mapped = map_graph(graph, value, argument)
+    return replace(mapped, fingerprint=_fingerprint(mapped.blocks, graph.calls))
 
 
 def deepen(graph: Graph, layers: int) -> Graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.dims import Dim, Shape
@@ -77,6 +77,11 @@ class Node:
         return names
 
 
+def size_argument(dim: Dim) -> Arg:
+    """A size as an argument."""
+    return Symbol(dim) if isinstance(dim, str) else dim
+
+
 def leaves(arg: Arg) -> Iterator[Arg]:
     """Every part of an argument that is no tuple, in order."""
     if isinstance(arg, tuple):
@@ -91,17 +96,21 @@ def refs(arg: Arg) -> Iterator[Ref]:
     return (leaf for leaf in leaves(arg) if isinstance(leaf, Ref))
 
 
+def map_leaves(change: Callable[[Arg], Arg], arg: Arg) -> Arg:
+    """Return an argument with every part that is no tuple changed, in order."""
+    return tuple(map_leaves(change, item) for item in arg) if isinstance(arg, tuple) else change(arg)
+
+
+def map_arguments(change: Callable[[Arg], Arg], node: Node) -> Node:
+    """Return a node with every part of its arguments changed, args before kwargs."""
+    args = tuple(map_leaves(change, arg) for arg in node.args)
+    return replace(node, args=args, kwargs=tuple((name, map_leaves(change, arg)) for name, arg in node.kwargs))
+
+
 def with_operands(node: Node, operands: Iterable[str]) -> Node:
     """The node with other operands, in the order of `Node.operands()`."""
     names = iter(operands)
-
-    def other(arg: Arg) -> Arg:
-        if isinstance(arg, tuple):
-            return tuple(map(other, arg))
-        return Ref(next(names)) if isinstance(arg, Ref) else arg
-
-    args = tuple(map(other, node.args))
-    return replace(node, args=args, kwargs=tuple((name, other(arg)) for name, arg in node.kwargs))
+    return map_arguments(lambda arg: Ref(next(names)) if isinstance(arg, Ref) else arg, node)
 
 
 def draws_masks(node: Node) -> bool:
@@ -189,6 +198,11 @@ class Graph:
         return (self.loss, *(output.value for output in self.outputs))
 
     @property
+    def has_loss(self) -> bool:
+        """Whether the model returns a loss."""
+        return self.interface is None or self.interface.has_loss
+
+    @property
     def forward_only(self) -> bool:
         """Whether no gradient flows into the loss: the model is frozen, and its program has no backward."""
         return not self.differentiable(self.loss)
@@ -236,3 +250,16 @@ class Graph:
             for call in self.calls
             for name, parameter in zip(call.parameters, blocks[call.block].parameters, strict=True)
         }
+
+
+def map_graph(graph: Graph, value: Callable[[Value], Value], argument: Callable[[Arg], Arg]) -> Graph:
+    """Return a graph with every value changed, and every part of an argument that is no tuple."""
+
+    def node(old: Node) -> Node:
+        return replace(map_arguments(argument, old), outputs=tuple(map(value, old.outputs)))
+
+    def block(old: Block) -> Block:
+        parameters = tuple(replace(each, value=value(each.value)) for each in old.parameters)
+        return replace(old, inputs=tuple(map(value, old.inputs)), parameters=parameters, nodes=tuple(map(node, old.nodes)))
+
+    return replace(graph, inputs=tuple(map(value, graph.inputs)), blocks=tuple(map(block, graph.blocks)))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.dims import Dim
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, Node, Ref, Symbol, Value, size_argument
 
 REGION_OPS = ("ap.cond", "ap.while_loop")
 """Operations whose last two arguments are regions."""
@@ -36,7 +36,7 @@ def region_arg(region: Region) -> Arg:
             node.op,
             tuple(map(_named, node.args)),
             tuple((key, _named(arg)) for key, arg in node.kwargs),
-            tuple((tuple(_size(dim) for dim in value.shape), value.dtype) for value in node.outputs),
+            tuple((tuple(size_argument(dim) for dim in value.shape), value.dtype) for value in node.outputs),
         )
         for node in region.nodes
     )
@@ -103,10 +103,6 @@ def _value(arg: Arg) -> Arg:
     if isinstance(arg, str) and arg.startswith("%"):
         return Ref(arg[1:])
     return tuple(map(_value, arg)) if isinstance(arg, tuple) else arg
-
-
-def _size(dim: Dim) -> Arg:
-    return Symbol(dim) if isinstance(dim, str) else dim
 
 
 def _dim(arg: Arg) -> Dim:

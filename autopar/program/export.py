@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -9,16 +12,20 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import PlanError
+from autopar.errors import FileError, PlanError
+from autopar.files import part_of, remove_left_over
 from autopar.ir import dims
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Shard, parse_placement
 from autopar.operations.control_flow import OPAQUE
 from autopar.operations.table import operation
 from autopar.passes.lowered import Lowered
-from autopar.program.export_folder import export_folder
 from autopar.program.source import render
 from autopar.program.templates import README, TRAIN
+from autopar.runtime.checkpoint.folder_sync import sync_folder
+
+MARKER = ".autopar-export.json"
+"""Lists the files of an export: what a later one may replace."""
 
 
 def export_program(
@@ -126,3 +133,88 @@ def _index_bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
                 classes = values[operands[0]].shape[-1]
                 ranks = lowered.mesh.size_of(axis) if isinstance(axis, str) else 1
                 yield from ((root, dims.size_at(classes, 1) * ranks) for root in roots.get(operands[1], set()))
+
+
+# -- the folder: written aside, then put in place as a whole; only files of an earlier export are ever replaced
+
+
+@contextlib.contextmanager
+def export_folder(directory: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to write into, which becomes `directory` when the context ends without an error.
+
+    FileError where `directory` has files and is no export, or is one and `overwrite` is off. Files of the user in an earlier
+    export are left alone; so is everything where writing fails.
+    """
+    part = None
+    try:
+        target = Path(os.path.realpath(directory))
+        _recover(target)
+        written = _check(target, overwrite)
+        remove_left_over(target)
+        part = part_of(target)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        files = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
+        (part / MARKER).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+        for path in part.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        _put_in_place(part, target, written)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot write to {str(directory)[:200]}: {reason}; what was there before is unchanged") from None
+    finally:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _check(target: Path, overwrite: bool) -> frozenset[str]:
+    """The files of the export that is there."""
+    if not target.exists():
+        return frozenset()
+    if not target.is_dir():
+        raise FileError(f"cannot write to {target}: it is a file; name a folder")
+    if not any(target.iterdir()):
+        return frozenset()
+    try:
+        files = json.loads((target / MARKER).read_text(encoding="utf-8"))["files"]
+        written = frozenset(str(name) for name in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FileError(f"{target} has files that no export wrote: name a new folder, or an empty one") from None
+    if not overwrite:
+        raise FileError(f"{target} is an earlier export: write --overwrite to replace its files, or name a new folder")
+    return written | {MARKER}
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name[:100]}.previous")
+
+
+def _recover(target: Path) -> None:
+    """Gives the earlier export its name again, where a process was killed between the two renames that replace it."""
+    previous = _previous(target)
+    if not target.exists() and (previous / MARKER).exists():
+        previous.rename(target)
+
+
+def _put_in_place(part: Path, target: Path, written: frozenset[str]) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        part.replace(target)
+        sync_folder(target.parent)
+        return
+    for path in sorted(target.rglob("*")):
+        name = str(path.relative_to(target))
+        if path.is_file() and name not in written and "__pycache__" not in path.parts:
+            beside = part / name
+            if beside.exists():
+                raise FileError(f"{path} is in the way, and no export wrote it: move it, or name a new folder")
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, beside)
+    previous = _previous(target)
+    shutil.rmtree(previous, ignore_errors=True)
+    target.rename(previous)  # whole under this name, should the process end before the next line
+    part.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)

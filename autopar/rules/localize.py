@@ -8,7 +8,7 @@ from dataclasses import replace
 import sympy
 
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
-from autopar.ir.graph import Arg, Node, Symbol
+from autopar.ir.graph import Arg, Node, Symbol, map_leaves, size_argument
 from autopar.operations.notation.rule import argument
 from autopar.operations.table import operation
 
@@ -39,14 +39,7 @@ def localize_uneven_args(node: Node, result_shapes: Sequence[Shape], sharded: in
         return replace(arg, whole=dim is None or dim != sharded) if isinstance(arg, Symbol) else arg
 
     local = {place: marked(arg, only) for place, arg in _local_sizes(node, result_shapes, 1).items()}
-    return _with_sizes(node, _of_all, local)
-
-
-def _of_all(arg: Arg) -> Arg:
-    """Every size in an argument as one of the whole batch."""
-    if isinstance(arg, tuple):
-        return tuple(map(_of_all, arg))
-    return replace(arg, whole=True) if isinstance(arg, Symbol) else arg
+    return _with_sizes(node, lambda arg: replace(arg, whole=True) if isinstance(arg, Symbol) else arg, local)
 
 
 def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> dict[tuple[int, str], Arg]:
@@ -69,17 +62,12 @@ def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> 
 
 
 def _with_sizes(node: Node, whole: Callable[[Arg], Arg], local: Mapping[tuple[int, str], Arg]) -> Node:
-    """The node with `local` arguments, and what `whole` makes of all others."""
+    """The node with `local` arguments, and what `whole` makes of the parts of all others."""
     found = {at: new for (at, _), new in local.items()}
-    args = tuple(found[index] if index in found else whole(arg) for index, arg in enumerate(node.args))
+    args = tuple(found[index] if index in found else map_leaves(whole, arg) for index, arg in enumerate(node.args))
     names = {name: new for (at, name), new in local.items() if at >= len(args)}
-    kwargs = tuple((name, names[name] if name in names else whole(arg)) for name, arg in node.kwargs)
+    kwargs = tuple((name, names[name] if name in names else map_leaves(whole, arg)) for name, arg in node.kwargs)
     return replace(node, args=args, kwargs=kwargs)
-
-
-def size_argument(dim: Dim) -> Arg:
-    """A size as an argument."""
-    return Symbol(dim) if isinstance(dim, str) else dim
 
 
 def _numbers(shape: Shape) -> tuple[Arg, ...]:
@@ -95,11 +83,7 @@ def scale_batch(dim: Dim, data_size: int) -> Dim:
 
 
 def _whole(arg: Arg, data_size: int) -> Arg:
-    if isinstance(arg, Symbol):
-        return size_argument(scale_batch(arg.dim, data_size))
-    if isinstance(arg, tuple):
-        return tuple(_whole(item, data_size) for item in arg)
-    return arg
+    return size_argument(scale_batch(arg.dim, data_size)) if isinstance(arg, Symbol) else arg
 
 
 def _dim(arg: Arg) -> Dim:

@@ -1,7 +1,7 @@
 """What was measured of recipes: ``data/measured_runs.csv``, runs that are shown beside the price of a recipe.
 
-The file is drawn from the table of published runs, which planning does not read (`validate.published.measured_runs`;
-``python tests/benchmarks/store_measured_runs.py`` writes it again, and a test compares).
+The file is drawn from the table of published runs, which planning does not read
+(``python tests/benchmarks/store_measured_runs.py`` writes it again, and a test compares).
 """
 
 from __future__ import annotations

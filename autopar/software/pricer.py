@@ -8,7 +8,6 @@ from math import ceil, floor
 
 from autopar.cost_models.events.memory_terms import held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
-from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
@@ -155,9 +154,8 @@ class Pricer:
         key = replace(configuration, stages=1, virtual=1, schedule="1f1b", zero=0, group=0, offload=False)
         if key not in self._layers:
             data = max(configuration.experts, 1) * configuration.context
-            work = replace(self.work, batch=configuration.micro * max(configuration.experts, 1))
-            cluster = replace(work.cluster, size=data * configuration.tensor)
-            work = replace(work, cluster=_smaller(work.cluster, cluster.size))
+            cluster = replace(self.work.cluster, size=data * configuration.tensor)
+            work = replace(self.work, batch=configuration.micro * max(configuration.experts, 1), cluster=cluster)
             alone = Pricer(work, _placed=self._placed)
             graph, candidate = alone.candidate(key)
             shared = self._layer_costs.setdefault(self._graph_key(key), SharedCosts(graph, self.work.cluster))
@@ -168,10 +166,6 @@ class Pricer:
 
 def _marked(graph: Graph, mark: str) -> tuple[str, ...]:
     return tuple(block.name for block in graph.blocks if block.name.endswith(mark))
-
-
-def _smaller(cluster: Cluster, size: int) -> Cluster:
-    return replace(cluster, size=size)
 
 
 @dataclass(slots=True)
@@ -208,7 +202,7 @@ class _LayerTraces:
             zero = configuration.zero if ranks > 1 else 0
             for trace, share in self.blocks:
                 mesh = Mesh(tuple(replace(axis, size=ranks) if not at else axis for at, axis in enumerate(trace.costs.mesh.axes)))
-                cluster = _smaller(work.cluster, mesh.size)
+                cluster = replace(work.cluster, size=mesh.size)
                 costs = BlockCosts(trace.costs.block, mesh, ranks * configuration.micro, cluster, configuration.group)
                 stored = list(zip(trace.costs.block.parameters, trace.plan.parameters, strict=True))
                 cost = costs.state_cost(stored, zero, precision, optimizer)

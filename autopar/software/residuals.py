@@ -1,6 +1,6 @@
 """How far off predictions are, from the published runs: what share of them would fit with such a prediction, and within which
-interval steps lie. ``data/residuals.json`` is drawn from the table that planning does not read (`validate.residuals`;
-``python tests/benchmarks/store_measured_runs.py --residuals`` writes it, and a test compares)."""
+interval steps lie. ``data/residuals.json`` is drawn from the table that planning does not read
+(``python tests/benchmarks/store_measured_runs.py --residuals`` writes it, and a test compares)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Relaxation:
 
     def __str__(self) -> str:
         cost = self.plan.evaluation
-        return f"{self.change}: then {self.plan} takes {_gib(cost.peak_memory_bytes)} and {cost.step_seconds:.3g} s a step"
+        return f"{self.change}: then {self.plan} takes {size_text(cost.peak_memory_bytes)} and {cost.step_seconds:.3g} s a step"
 
 
 def explanation(
@@ -80,7 +80,7 @@ def _smaller_margin(nearest: PricedPlan) -> Iterator[str]:
     left = int(1000 * (1 - peak / capacity)) / 1000
     if nearest.shortage_bytes and left >= 0:
         yield (
-            f"a memory margin of {100 * left:.3g} % (`--memory-margin {left:g}`): then {nearest} takes {_gib(peak)} and "
+            f"a memory margin of {100 * left:.3g} % (`--memory-margin {left:g}`): then {nearest} takes {size_text(peak)} and "
             f"{nearest.evaluation.step_seconds:.3g} s a step, and is likelier to run out of memory"
         )
 
@@ -94,11 +94,11 @@ def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, 
 def _shortage_text(
     graph: Graph, cluster: Cluster, options: SearchOptions, nearest: PricedPlan | None, least_bytes: float
 ) -> str:  # fmt: skip
-    memory = _gib(cluster.device.memory_bytes)
+    memory = size_text(cluster.device.memory_bytes)
     margin = cluster.device.memory_margin
     free = f", of which a margin of {100 * margin:.3g} % stays free" if margin else ""
     held = cluster.device.held_bytes
-    free += f"{' and' if free else ', of which'} {_gib(held)} are left to other models" if held else ""
+    free += f"{' and' if free else ', of which'} {size_text(held)} are left to other models" if held else ""
     text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device{free}"
     if nearest is None:
         forced = ", ".join(f"{name}={value}" for name, value in options.force.items())
@@ -110,9 +110,9 @@ def _shortage_text(
         )
     stage = max(evaluation.stage_memory, key=lambda each: each.peak_bytes)
     kind, size = max(stage.table.items(), key=lambda row: row[1])
-    text += f": the plan that takes least memory, {nearest}, is short of {_gib(nearest.shortage_bytes)} at the {stage.place}"
-    text += f", where {_KINDS.get(kind, kind)} {_gib(size)}"
-    return text + (f"; every plan is short of {_gib(least_bytes)} at least" if 0 < least_bytes < inf else "")
+    text += f": the plan that takes least memory, {nearest}, is short of {size_text(nearest.shortage_bytes)} at the {stage.place}"
+    text += f", where {_KINDS.get(kind, kind)} {size_text(size)}"
+    return text + (f"; every plan is short of {size_text(least_bytes)} at least" if 0 < least_bytes < inf else "")
 
 
 _KINDS = {
@@ -130,7 +130,8 @@ _KINDS = {
 }
 
 
-def _gib(size_bytes: float) -> str:
+def size_text(size_bytes: float) -> str:
+    """Return a size in GiB or MiB."""
     return f"{size_bytes / _GIB:.1f} GiB" if size_bytes >= 0.1 * _GIB else f"{size_bytes / 2**20:.1f} MiB"
 
 

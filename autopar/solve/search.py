@@ -5,22 +5,30 @@ every solution, and the least bound certifies the best one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.rules.expand import missing_rules
-from autopar.solve.fallback_plans import least_memory_solution, warm_start_solution
+from autopar.solve.bounds.minimum_memory import MinimumMemory
+from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.solve_mesh import MeshSolution
+from autopar.solve.ilp.solver import Status
 from autopar.solve.mesh.mesh_search import MeshSearch
 from autopar.solve.offload_optimizer import with_offloaded_optimizer
+from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
+from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
 from autopar.solve.search_state import Progress, SearchPoint, SearchState
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.tighten import BoundTask, tighten
+
+_MAX_POINTS = 8
+"""Points that are tried for a plan where the time limit left none."""
 
 
 def search(graph: Graph, cluster: Cluster, options: SearchOptions, progress: Progress | None = None) -> PlanResult:
@@ -132,3 +140,25 @@ class _Search:
             return
         self.state.offer(solution)
         report_solution(self.state, solution)
+
+
+def least_memory_solution(state: SearchState) -> MeshSolution | None:
+    """The pipeline of layers dealt evenly that recomputes all, or the one whose stages are partitioned for least memory, where
+    none that the stage search makes fits: its estimates of memory err on the safe side."""
+    search = MinimumMemory(state.registry, 1, least_memory_pipeline)
+    memory_plan = search.fitting_plan(state.graph, state.cluster, state.options)
+    return memory_plan.solution() if memory_plan is not None and memory_plan.obeys(state.options.force) else None
+
+
+def warm_start_solution(state: SearchState) -> MeshSolution | None:
+    """Return one sharding that fits for forced degrees whose problems were too large for the time; it obeys them too."""
+    plans = WarmStart(state.graph, state.cluster, state.options, state.tables, lambda: inf)
+    for each in [each for each in state.mesh_points if each.solution.status is Status.TIMEOUT][:_MAX_POINTS]:
+        plan = plans.fastest_fitting(each.point)
+        axes = forced_axes(each.point.mesh, state.options.force)
+        if plan is None or plan.candidate is None or why_disobeyed(state.tables.problem(each.point), plan.candidate, axes):
+            continue
+        plan.bound_seconds = each.bound_seconds
+        each.solution = plan
+        return plan
+    return None

@@ -88,7 +88,7 @@ class MeshFacts:
 
     def learn_bound(self, problem: Problem, step_seconds: float) -> None:
         """Take a bound on the step of all plans on the problem's mesh, memory and state left out."""
-        key = problem.mesh.axes[1:], problem.batch // problem.mesh.size_of(DATA_AXIS)
+        key = problem.mesh.axes[1:], problem.graph.batch // problem.mesh.size_of(DATA_AXIS)
         self.learn(MeshFacts(pipeline_seconds={key: step_seconds}))
 
 

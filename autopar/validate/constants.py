@@ -31,11 +31,6 @@ MOST = {"memory": 0.95, "attention": 0.75, "network": 1.0}
 """Streaming kernels reach about 0.92 of the sheet's bandwidth (babelstream on A100 and H100), FlashAttention-3 0.75 of the peak
 (arXiv 2407.08608, abstract). Products: `Device.measured_peak`."""
 
-KERNELS = {"ampere": 0.62, "hopper": 0.34}
-"""Share of the peak of attention's kernels in torch, FlashAttention-2, causal and with heads of 128: 0.50 to 0.73 on A100 (arXiv
-2307.08691, abstract); forward 335 of 989 TFLOP/s on H100, backward 322 without mask (arXiv 2407.08608, figures 5 and 6; cuDNN
-539 and 516, FlashAttention-3 616 and 561)."""
-
 FAMILIES = {"megatron-core-moe": "megatron-core", "megatron-lm-2021": "megatron-lm", "megatron-lm-2022": "megatron-lm"}
 """Stacks of one code, which have few runs each and are fitted together."""
 

@@ -1,14 +1,22 @@
-"""Prices each published run with constants that were fitted without its source: what the errors of unseen software would be."""
+"""The errors of software that no constant has seen: each published run priced with constants that were fitted without its source;
+and runs of later releases, by release and kind (``data/later_releases.csv``, which is never fitted on; its source is in
+``data/published_train.source.txt``)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
 
 from autopar.errors import AutoparError
+from autopar.validate.configuration import release_of
 from autopar.validate.constants import FAMILIES, Fitter, Item, constant_names
 from autopar.validate.price import PricedRow, Session
 from autopar.validate.rows import Row
+from autopar.validate.summary import percentile
 
 Group = tuple[str, str]
 """A family of software stacks on a device generation."""
@@ -61,3 +69,37 @@ def _pool(groups: dict[Group, list[Item]], group: Group, pools: dict[object, Fit
         same = [each for (_, generation), each in groups.items() if generation == group[1] and constant_names(each) == names]
         pools[group[1], names] = Fitter([item for each in same for item in each], names)
     return pools[group[1], names]
+
+
+def unseen_table() -> Path:
+    """The path of the table of later releases."""
+    return Path(str(files("autopar.validate") / "data" / "later_releases.csv"))
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenErrors:
+    """Errors of the runs of one `kind`, as shares: of their size, and the median with its sign (above 0: priced too slow)."""
+
+    kind: str
+    rows: int
+    median: float
+    p90: float
+    signed: float
+
+
+def unseen_errors(priced: Iterable[PricedRow]) -> list[UnseenErrors]:
+    """The errors of dense models and of mixtures: of all, then of each device, then of each release."""
+    groups: dict[tuple[int, str], list[float]] = {}
+    for each in priced:
+        if each.error is None:
+            continue
+        kind = "dense" if each.row.n_experts is None else "mixtures"
+        names = (kind, f"{kind} on {each.row.gpu}", f"{kind} of release {release_of(each.row)}")
+        for order, name in enumerate(names):
+            groups.setdefault((order, name), []).append(each.error)
+    return [_errors(name, errors) for (_, name), errors in sorted(groups.items())]
+
+
+def _errors(kind: str, errors: list[float]) -> UnseenErrors:
+    sizes = [abs(error) for error in errors]
+    return UnseenErrors(kind, len(errors), median(sizes), percentile(sizes, 0.9) or 0.0, median(errors))

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from autopar.ir.graph import Arg, Block, DType, Graph, Node, Value
+from autopar.ir.graph import Arg, DType, Graph, Value, map_graph
 
 
 class LiftCasts(TorchDispatchMode):
@@ -51,24 +51,12 @@ def has_casts(graph: Graph) -> bool:
 
 def lift_casts(graph: Graph) -> Graph:
     """The same graph with every float32 a float64."""
-    return replace(graph, inputs=tuple(map(_value, graph.inputs)), blocks=tuple(map(_block, graph.blocks)))
-
-
-def _block(block: Block) -> Block:
-    parameters = tuple(replace(parameter, value=_value(parameter.value)) for parameter in block.parameters)
-    return replace(block, inputs=tuple(map(_value, block.inputs)), parameters=parameters, nodes=tuple(map(_node, block.nodes)))
-
-
-def _node(node: Node) -> Node:
-    kwargs = tuple((key, _arg(arg)) for key, arg in node.kwargs)
-    return replace(node, args=tuple(map(_arg, node.args)), kwargs=kwargs, outputs=tuple(map(_value, node.outputs)))
+    return map_graph(graph, _value, _argument)
 
 
 def _value(value: Value) -> Value:
     return replace(value, dtype="float64") if value.dtype == "float32" else value
 
 
-def _arg(arg: Arg) -> Arg:
-    if isinstance(arg, tuple):
-        return tuple(map(_arg, arg))
+def _argument(arg: Arg) -> Arg:
     return DType("float64") if isinstance(arg, DType) and arg.name == "float32" else arg

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.capture import capture
 from autopar.capture.bind import BoundInputs, bind_inputs
-from autopar.capture.results.returned import asked_loss
+from autopar.capture.results.returned import asked_of
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.ir.graph import Graph
@@ -59,12 +59,6 @@ class Subject:
     sizes: tuple[int | None, int | None] = (None, None)
     """The source that the model is loaded from, with its batch and length: ranks need the code of opaque modules."""
 
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The outputs that are asked for beside the loss."""
-        has_loss = self.graph.interface is None or self.graph.interface.has_loss
-        return (*(output.asked for output in self.graph.outputs), *asked_loss(self.graph)) if has_loss else ()
-
     def single(
         self,
         *,
@@ -84,7 +78,7 @@ class Subject:
                 model, lift = in_dtype(stack.enter_context(apart(model)), torch.float64), True
                 tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
             return run_single(
-                model, self.bound, tensors, self.asked, backward=backward, lift=lift,
+                model, self.bound, tensors, asked_of(self.graph), backward=backward, lift=lift,
                 draws=given if exact is None else exact.draws, record_modules=record_modules,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: matrix products, attention, and kernels that stream memory.
+"""Seconds of one kernel on one device: matrix products, attention, kernels that stream memory, casts to float8, new pages.
 
 A roofline (Williams, Waterman, Patterson 2009) whose compute side depends on the shape, as measured kernels do:
 
@@ -19,12 +19,22 @@ reaches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil
 
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.sizes import itemsize
 
+_FUSED_CASTS = 2.5
+"""Accesses of a cast to float8, in elements of bfloat16 size: read for the maximum, read, written at half the size, as a compiler
+makes it."""
+_EAGER_CASTS = 11.5
+"""Kernel by kernel: the magnitude is written and read, the scaled and the clamped tensor are float32."""
+MMAP_THRESHOLD_BYTES = 2**25
+"""The C library keeps freed memory for the next tensor, but not that of large ones: from its mmap threshold on (glibc raises it
+to 32 MiB at most, mallopt(3), M_MMAP_THRESHOLD) each tensor is new memory, whose pages the kernel maps and clears when they are
+written first."""
 _TILES = ((128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
 """Rows, columns, and which share of the largest tile's rate a kernel with that tile reaches at best."""
 
@@ -135,3 +145,24 @@ def product_memory_seconds(device: Device, accessed_bytes: float) -> float:
 def streaming_seconds(device: Device, accessed_bytes: float) -> float:
     """``bytes / (bandwidth x fraction)``."""
     return accessed_bytes / (device.bandwidth_bytes_per_second * device.bandwidth_fraction)
+
+
+def scaling_seconds(device: Device, operand_bytes: float, result_bytes: float) -> tuple[float, float]:
+    """Return the seconds of the casts of one linear layer to float8 with dynamic scaling, as torchao runs them beside the
+    product, on one rank, forward and backward, from the bytes of x and the weight, and those of the result.
+
+    Each operand is read for its largest magnitude, read again, and written in float8: x and the weight in the forward, and both
+    and the gradient of the result in the backward (torchao keeps nothing of the forward's casts)."""
+    accesses = _FUSED_CASTS if device.fused else _EAGER_CASTS
+    return (
+        streaming_seconds(device, accesses * operand_bytes),
+        streaming_seconds(device, accesses * (operand_bytes + result_bytes)),
+    )
+
+
+def fresh_page_seconds(device: Device, tensor_bytes: Iterable[float]) -> float:
+    """Return the seconds that the operating system takes to map the pages of new tensors on a CPU, by their sizes; 0 where the
+    device says nothing of it, as for GPUs, whose memory PyTorch's allocator keeps."""
+    if not device.fresh_page_bytes_per_second:
+        return 0.0
+    return sum(size for size in tensor_bytes if size >= MMAP_THRESHOLD_BYTES) / device.fresh_page_bytes_per_second

@@ -8,15 +8,15 @@ from math import prod
 
 from autopar.cost_models.compute.convolutions import Convolution, convolution, convolution_flops_per_second
 from autopar.cost_models.compute.experts import ExpertsCost
-from autopar.cost_models.compute.float8 import scaling_seconds
-from autopar.cost_models.compute.fresh_pages import fresh_page_seconds
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
     attention_seconds,
+    fresh_page_seconds,
     operation_seconds,
     product_memory_seconds,
     product_seconds,
     rows_aligned,
+    scaling_seconds,
     streaming_seconds,
 )
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes

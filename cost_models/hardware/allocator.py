@@ -45,7 +45,7 @@ and in that of channels (NVIDIA/nccl issues 864 and 986)."""
 
 MEMORY_MARGIN = 0.09
 """Share of the memory that a plan leaves free by default: so much that of the runs whose memory was published at most one in
-fifty takes more than the rest (`autopar.validate.residuals` computes it, and a test compares)."""
+fifty takes more than the rest (``tests/support/published_runs.py`` computes it, and a test compares)."""
 
 ALLOCATED_ONCE = ("parameters", "optimizer", "buffers", "inputs")
 """Kinds of memory (`step.memory_events.KINDS`) that live from step to step; the others are allocated and freed in each."""

@@ -48,7 +48,7 @@ class Device:
     update_bytes_per_second: memory traffic of an update of large tensors on a CPU, whose temporary results are fresh pages (0: as
         other streaming operations).
     fresh_page_bytes_per_second: at which a CPU's system maps the pages of new tensors, where they are so large that freed memory
-        is not used again (compute/fresh_pages.py), besides the traffic (0: no such cost).
+        is not used again (compute/kernels.py), besides the traffic (0: no such cost).
     """
 
     name: str

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir import dims
-from autopar.ir.graph import Arg, Graph, Node, Ref, Value
+from autopar.ir.graph import Arg, Graph, Node, Ref, Value, map_arguments
 from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.table import operation
@@ -79,17 +79,13 @@ class Signature:
     @staticmethod
     def of(node: Node, operands: tuple[Value, ...]) -> Signature:
         def anonymous(arg: Arg) -> Arg:
-            if isinstance(arg, Ref):
-                return Ref("")
-            return tuple(map(anonymous, arg)) if isinstance(arg, tuple) else arg
+            return Ref("") if isinstance(arg, Ref) else arg
 
         def key(value: Value) -> tuple[dims.Shape, str, bool]:
             return value.shape, value.dtype, value.differentiable
 
-        kwargs = tuple((name, anonymous(arg)) for name, arg in node.kwargs)
-        return Signature(
-            node.op, tuple(map(anonymous, node.args)), kwargs, tuple(map(key, operands)), tuple(map(key, node.outputs))
-        )
+        same = map_arguments(anonymous, node)
+        return Signature(node.op, same.args, same.kwargs, tuple(map(key, operands)), tuple(map(key, node.outputs)))
 
     @property
     def digest(self) -> str:

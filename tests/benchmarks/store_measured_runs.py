@@ -12,12 +12,14 @@ from pathlib import Path
 import autopar.software
 from autopar.software.measured import MeasuredRun
 from autopar.validate.price import price_rows
-from autopar.validate.published import measured_runs
 from autopar.validate.report import report
-from autopar.validate.residuals import all_residuals
 from autopar.validate.rows import bundled_table, read_table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 if __name__ == "__main__":
+    from support.published_runs import all_residuals, measured_runs
+
     folder = Path(str(autopar.software.__file__)).parent / "data"
     rows = read_table(bundled_table())
     with (folder / "measured_runs.csv").open("w", encoding="utf-8", newline="") as file:

@@ -8,7 +8,7 @@ import pytest
 from support.plans.forced_plans import bundled_graph
 
 from autopar.capture.models import bundled_models
-from autopar.decoders.from_config import decoder_named, decoder_of, named_configs
+from autopar.decoders.from_config import decoder_of, named_configs
 from autopar.decoders.recognize import recognize
 
 
@@ -23,7 +23,7 @@ def test_the_decoder_is_that_of_the_captured_graph(name: str) -> None:
 
 def test_every_name_is_a_decoder() -> None:
     for name in named_configs():
-        assert decoder_named(name, 2048) is not None, name
+        assert decoder_of(named_configs()[name], 2048) is not None, name
     for name, entry in bundled_models().items():
         if name in named_configs():
             config, own = named_configs()[name], dict(entry.config or {})
@@ -33,4 +33,4 @@ def test_every_name_is_a_decoder() -> None:
 
 def test_what_is_no_known_decoder_is_none() -> None:
     assert decoder_of({"model_type": "bert", "hidden_size": 8}, 16) is None
-    assert decoder_of({"model_type": "llama"}, 16) is None and decoder_named("none", 16) is None
+    assert decoder_of({"model_type": "llama"}, 16) is None

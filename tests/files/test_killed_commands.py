@@ -11,7 +11,7 @@ import pytest
 from support.fuzzing.one_line import answer
 
 from autopar.ir.plan_file.plan_file import decode_plan, load_plan
-from autopar.program.export_folder import MARKER
+from autopar.program.export import MARKER
 
 KILLER = """
 import builtins, io, json, os, shutil, signal, sys

@@ -24,8 +24,16 @@ from autopar.cost_models.hardware.cluster import Cluster, preset_with_devices
 from autopar.cost_models.hardware.device_specs import AxisLink, Level
 from autopar.machine_report import report as module
 from autopar.machine_report.cases import Case, StepCase, cases, step_case, verify_case
-from autopar.machine_report.constants import constants, our_cluster
-from autopar.machine_report.report import MachineReport, calibrated, planned_cases, run_case, step_rows, with_cases
+from autopar.machine_report.report import (
+    MachineReport,
+    calibrated,
+    constants,
+    our_cluster,
+    planned_cases,
+    run_case,
+    step_rows,
+    with_cases,
+)
 from autopar.machine_report.step import plan_case
 
 NAMES = ("gemm.float32.8x8x8", "gemm.float32.4x4x4", "attention.float32.8", "stream.add", "launch.chain")

@@ -23,8 +23,7 @@ from autopar.errors import FileError
 from autopar.ir.graph import Graph
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
-from autopar.program.export import export_program, global_input_shapes, random_batch
-from autopar.program.export_folder import MARKER
+from autopar.program.export import MARKER, export_program, global_input_shapes, random_batch
 from autopar.program.source import render
 
 BLOCKED = "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.cost_models.tensors.transient_memory import LiveBytes
+from autopar.cost_models.tensors.observe_saves import LiveBytes
 from autopar.runtime.ops.losses import cross_entropy_sum, linear_cross_entropy_sum
 
 TOKENS, WIDTH, CLASSES, CHUNK = 3 * 37, 16, 50, 20

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.decoders.from_config import decoder_named
+from autopar.decoders.from_config import decoder_of, named_configs
 from autopar.errors import AutoparError
 from autopar.software.configuration import Configuration
 from autopar.software.jobs import workload_of
@@ -18,7 +18,7 @@ from autopar.software.record import Job
 
 
 def pricer(name: str, layers: int, cluster: str = "gb200-nvl72:2") -> Pricer:
-    decoder = decoder_named(name, 4096)
+    decoder = decoder_of(named_configs()[name], 4096)
     assert decoder is not None
     model = Model(name, 4096, replace(decoder, layers=layers))
     job = Job(devices=8, batch=16, seq=4096, decoder=model.decoder)
@@ -72,7 +72,7 @@ def test_the_mlp_of_layers_with_experts_is_no_dense_one() -> None:
 
 
 def test_megatron_s_rule_of_offload() -> None:
-    software, decoder = known_software()["megatron"], decoder_named("llama3-8b", 4096)
+    software, decoder = known_software()["megatron"], decoder_of(named_configs()["llama3-8b"], 4096)
     assert decoder is not None
     job = Job(Configuration(zero=1, host_layers=8), devices=8, batch=8, seq=4096, decoder=decoder)
     assert not software.problems(job, decoder)

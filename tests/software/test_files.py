@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.decoders.from_config import decoder_named
+from autopar.decoders.from_config import decoder_of, named_configs
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import ConfigError
 from autopar.software.files.formats import read_entries
@@ -17,8 +17,8 @@ from autopar.software.known.megatron import layers_of, layout_of
 from autopar.software.known.registry import known_software
 from autopar.software.record import Given, Job, Software
 
-MODEL = decoder_named("llama3-8b", 8192)
-MIXTURE = decoder_named("qwen3-30b-a3b", 4096)
+MODEL = decoder_of(named_configs()["llama3-8b"], 8192)
+MIXTURE = decoder_of(named_configs()["qwen3-30b-a3b"], 4096)
 CONFIGURATIONS = (
     Configuration(zero=3, micro=2),
     Configuration(zero=2, micro=1, recompute="full"),

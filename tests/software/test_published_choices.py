@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from support.oracles.published_rows import session, table
+from support.published_runs import comparable_runs, recipe_of, workload_of
 
 from autopar.errors import AutoparError
 from autopar.software.configuration import Configuration
@@ -15,7 +16,6 @@ from autopar.software.pricer import Pricer
 from autopar.software.search import MANY, rank
 from autopar.software.space import recipe_space
 from autopar.validate.configuration import configuration_of
-from autopar.validate.published import comparable_runs, recipe_of, workload_of
 from autopar.validate.rows import Row
 
 EACH = 4

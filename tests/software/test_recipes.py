@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
 from support.oracles.published_rows import row, session, table
+from support.published_runs import comparable_runs, measured_runs, recipe_of, workload_of
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.decoders.graphs import RunOptions, graph_of
@@ -30,7 +31,6 @@ from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
-from autopar.validate.published import comparable_runs, measured_runs, recipe_of, workload_of
 from autopar.validate.rows import Row
 
 BF16 = Precision("bfloat16", "float32")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support.oracles.published_rows import session, table
+from support.published_runs import all_residuals
 
 from autopar.software.residuals import fitting_share, quantile, step_interval, stored_residuals
 from autopar.validate.report import report
-from autopar.validate.residuals import all_residuals
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sympy
 
 from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite, size_args
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
-from autopar.ir.graph import Arg, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, Node, Ref, Value, size_argument
 from autopar.operations.losses import TOKEN_LOG_PROBS
 
 _MEAN, _SUM = 1, 2
@@ -160,7 +160,6 @@ def _averaged(node: Node, summed: Node, shape: list[Dim]) -> Rewritten:
     """The result of `node`, as the sum over the number of elements of `shape`, which is in B where it depends on it."""
     result = node.outputs[0]
     total = Value(f"{result.name}_sum", result.shape, result.dtype, result.differentiable)
-    size = as_dim(sympy.prod([as_sympy(dim) for dim in shape]))
-    number: Arg = Symbol(size) if isinstance(size, str) else size
+    number = size_argument(as_dim(sympy.prod([as_sympy(dim) for dim in shape])))
     division = replace(node, op="aten.div.Tensor", args=(Ref(total.name), number), kwargs=())
     return (replace(summed, outputs=(total,)), division), {}

@@ -79,6 +79,11 @@ def asked_loss(graph: Graph) -> tuple[str, ...]:
     return (f"{path}:{LOSS}",) if path else ()
 
 
+def asked_of(graph: Graph) -> tuple[str, ...]:
+    """Return the outputs to ask a capture for, so that it returns what this graph does; none where there is no loss beside."""
+    return (*(output.asked for output in graph.outputs), *asked_loss(graph)) if graph.has_loss else ()
+
+
 def stand_in_loss(outputs: Iterable[Tensor]) -> Tensor | None:
     """The sum of all floating-point outputs, of the others where there are none; None without any tensor."""
     every = list(outputs)

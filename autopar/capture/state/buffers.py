@@ -13,15 +13,18 @@ from autopar.capture.state.python_state import PlainState
 from autopar.capture.state.value_flow import address
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.errors import CaptureError
+from autopar.runtime.compat.autograd import storage_span
 
 
 @contextmanager
 def assigned_buffers(model: nn.Module) -> Iterator[None]:
     """Let each buffer have, at the end of the forward inside, what it assigns to the buffer's name (``self.mean = 0.9 * self.mean
     + ...``). `torch.export` does so for buffers of the outermost module alone, and drops all others (seen on 2.13.0)."""
-    named = [(path, module) for path, module in model.named_modules()]
     before = [
-        (path, module, name, buffer) for path, module in named for name, buffer in module._buffers.items() if buffer is not None
+        (path, module, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]
     yield
     changed = [each for each in before if each[1]._buffers.get(each[2]) is not each[3]]
@@ -78,11 +81,5 @@ def refuse_gradients(program: ExportedProgram, state: PlainState) -> None:
 
 def _overlap(a: Tensor, b: Tensor) -> Any:
     """Return whether two tensors have bytes in common, between the first and the last of each."""
-    (start, end), (other_start, other_end) = _extent(a), _extent(b)
+    (start, end), (other_start, other_end) = ([place * x.itemsize for place in storage_span(x)] for x in (a, b))
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and start < other_end and other_start < end
-
-
-def _extent(x: Tensor) -> tuple[Any, Any]:
-    start = x.storage_offset() * x.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return start, start + (reach * x.itemsize if x.numel() else 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from inspect import isroutine
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -191,10 +192,8 @@ def _draw_text(where: str, whose: str) -> str:
 
 def _line_of(error: Exception) -> str:
     """Return the place where an error was raised."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return place_of(traceback.tb_frame if traceback is not None else None)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return place_of(frames[-1] if frames else None)
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Sequence
+from traceback import walk_tb
 
 from torch import nn
 
@@ -78,15 +79,12 @@ def place(error: Exception, model: nn.Module) -> tuple[str, str, bool]:
     the line, and whether the line itself raises."""
     paths = {id(module): path.removeprefix("module.") for path, module in model.named_modules() if path not in ("", "module")}
     where, code, inside, last = "", "", "", False
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, line = traceback.tb_frame, traceback.tb_lineno
+    for frame, line in walk_tb(error.__traceback__):
         file, first = frame.f_code.co_filename, next(iter(frame.f_code.co_varnames), "")
         inside = paths.get(id(frame.f_locals.get(first)), inside)
         last = is_users(file)
         if last:
             where, code = f"{file}:{line}", linecache.getline(file, line).strip()
-        traceback = traceback.tb_next
     if match := None if where else NAMED_LINE.search(str(error)):
         where, code = f"{match[1]}:{match[2]}", linecache.getline(match[1], int(match[2])).strip()
     where = where or type(getattr(model, "module", model)).__name__

@@ -253,7 +253,7 @@ def _returned(plan: Plan) -> list[tuple[str, str]]:
     if not (graph.outputs or left_out):
         return notes
     fields = [output.path or "the model's result" for output in graph.outputs]
-    returned = ", ".join(fields if graph.interface is not None and not graph.interface.has_loss else ["loss", *fields])
+    returned = ", ".join(["loss", *fields] if graph.has_loss else fields)
     return [("returns", returned + (f"; None for {', '.join(left_out)} (ask with --outputs)" if left_out else "")), *notes]
 
 

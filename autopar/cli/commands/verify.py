@@ -66,7 +66,7 @@ def _plan_and_subject(arguments: argparse.Namespace) -> tuple[Plan, Subject]:
     from autopar.api import check_plan
     from autopar.capture.models import load_model
     from autopar.capture.normalize.batch_norm import LOCAL
-    from autopar.capture.results.returned import asked_loss
+    from autopar.capture.results.returned import asked_of
     from autopar.cost_models.hardware.cluster import Cluster
 
     plan = load_plan(arguments.plan)
@@ -77,15 +77,10 @@ def _plan_and_subject(arguments: argparse.Namespace) -> tuple[Plan, Subject]:
     plan = check_plan(plan, loaded.model, Cluster.parse(f"local:{plan.candidate.devices}"), loaded.example_inputs)
     whole = subject(
         loaded.model, loaded.example_inputs, plan.candidate.precision.compute, plan.candidate.precision.master,
-        outputs=(*(output.asked for output in plan.graph.outputs), *asked_loss(plan.graph)) if _has_loss(plan) else (),
-        batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
+        outputs=asked_of(plan.graph), batch_norm="local" if LOCAL in plan.graph.notes else "global", planned=plan.graph,
     )  # fmt: skip
     whole.source, whole.sizes = arguments.model, (batch.global_, arguments.seq or batch.seq)
     return plan, whole
-
-
-def _has_loss(plan: Plan) -> bool:
-    return plan.graph.interface is None or plan.graph.interface.has_loss
 
 
 def _report(plan: Plan, proof: Proof, console: Console) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 
 from ..compat.collectives import own_store
 from ..compat.compiled_code import cache_hits, processor, recorded_code, take_code
+from ..device.groups import several_ranks
 from ..progress import LOGGER
 
 T = TypeVar("T")
@@ -30,8 +31,7 @@ class CompileOnce:
     compiled by whoever needs it."""
 
     def __init__(self) -> None:
-        shared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-        self.store: Any = own_store() if shared else None
+        self.store: Any = own_store() if several_ranks() else None
         self.compiled = self.loaded = self.cached = 0
         self.seconds = 0.0
 

@@ -58,14 +58,14 @@ def batch_divides(source: Source) -> Constraint:
     return Constraint(reason, holds, source)
 
 
-def context_divides(source: Source, parts: int = 2) -> Constraint:
-    """The sequence divides into so many chunks for each context rank (two, where causal work is balanced)."""
+def context_divides(source: Source) -> Constraint:
+    """The sequence divides into two chunks for each context rank, which balance causal work."""
 
     def holds(job: Job, _: RecognizedDecoder | None) -> bool:
         context = job.configuration.context
-        return context == 1 or job.seq % (parts * context) == 0
+        return context == 1 or job.seq % (2 * context) == 0
 
-    return Constraint(f"a sequence of {{seq}} does not divide by {parts} x cp={{context}}: choose another cp", holds, source)
+    return Constraint("a sequence of {seq} does not divide by 2 x cp={context}: choose another cp", holds, source)
 
 
 def experts_divide(source: Source) -> Constraint:

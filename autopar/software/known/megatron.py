@@ -30,7 +30,6 @@ _ARGUMENTS = Source(_LM, "megatron/training/arguments.py", _COMMIT)
 _PARALLEL = Source(_LM, "megatron/core/model_parallel_config.py", _COMMIT)
 _TRANSFORMER = Source(_LM, "megatron/core/transformer/transformer_config.py", _COMMIT)
 _SCHEDULES = Source(_LM, "megatron/core/pipeline_parallel/schedules.py", _COMMIT)
-_BRIDGE = Source("NVIDIA-NeMo/Megatron-Bridge", "src/megatron/bridge/recipes", "067f987df03b8355b03192d88d70f1709fedf51a")
 
 _SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
 

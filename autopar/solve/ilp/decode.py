@@ -24,7 +24,7 @@ def decode(form: Formulation, values: Sequence[float]) -> Candidate:
     return Candidate(
         mesh=problem.mesh,
         blocks=tuple(_block_plan(form, values, placements, table) for table in problem.blocks.values()),
-        batch=problem.batch * problem.micro_batches,
+        batch=problem.graph.batch * problem.micro_batches,
         precision=problem.precision,
         micro_batches=problem.micro_batches,
         zero_group=problem.zero_group,

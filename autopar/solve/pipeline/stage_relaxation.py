@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_memory import backward_working_bytes
+from autopar.ir.graph import Node
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.call_lines import CallLines, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import call_states, undominated
@@ -19,14 +22,17 @@ from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.bounds.traded_lines import traded_lines
-from autopar.solve.bounds.working_set import least_working_bytes
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
-from autopar.solve.problem.problem import Problem, with_zero_group
+from autopar.solve.problem.boundary import Slot
+from autopar.solve.problem.problem import BlockTable, Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
 _MINOR_SHARE = 0.1
 """Blocks with less of all calls' seconds are looked at less closely."""
+
+_NODES = 6
+"""Operations of a block that are looked at: those with the largest tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +162,28 @@ def call_seconds(problem: Problem, name: str, least_seconds: float) -> CallSecon
     table = problem.blocks[name]
     forward = sum(min(each.seconds.forward for each in strategies) for strategies in table.strategies.values())
     return CallSeconds(forward, max(table.least_seconds, least_seconds))
+
+
+def least_working_bytes(problem: Problem, name: str) -> float:
+    """The largest working set of an operation's backward, under the strategy with the least, and the gradients of the block's
+    inputs at their smallest placements (`block_memory`)."""
+    table = problem.blocks[name]
+    nodes = nlargest(_NODES, table.block.nodes, key=lambda node: _whole_bytes(table, node))
+    return max(
+        (min(backward_working_bytes(table.costs, each.plan) for each in table.strategies[node.name]) for node in nodes),
+        default=0.0,
+    ) + _least_input_gradients(problem, table)
+
+
+def _whole_bytes(table: BlockTable, node: Node) -> float:
+    profile = table.costs.profile(node.name)
+    return sum(profile.operand_bytes) + sum(profile.result_bytes)
+
+
+def _least_input_gradients(problem: Problem, table: BlockTable) -> float:
+    out = 0.0
+    for index, value in enumerate(table.block.inputs):
+        number = problem.boundary.classes.get(Slot(table.block.name, "in", index))
+        if value.differentiable and number is not None:
+            out += min(table.costs.value_bytes(value.name, at) for at in problem.placements[number])
+    return out

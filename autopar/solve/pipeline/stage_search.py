@@ -3,7 +3,7 @@ the calls into model chunks, and the evaluator prices the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,17 +11,21 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.allocator import communicator_count, tensor_budget_bytes
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
+from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.call_trace import CallTrace
+from autopar.cost_models.step.chunk_costs import slice_forward_seconds
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.cost_models.step.stage_devices import stage_clusters
-from autopar.cost_models.step.stage_p2p import stage_link
+from autopar.cost_models.step.stage_p2p import send_seconds, stage_link
 from autopar.ir.graph import Graph
+from autopar.ir.pipeline.chunk_calls import chunk_calls
+from autopar.ir.pipeline.stage_values import crossing_values, joined_slices, repeatable_values
 from autopar.ir.pipeline.stage_variants import with_stage_variants
-from autopar.ir.plan import Pipeline
+from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
-from autopar.solve.pipeline.repeated_values import values_worth_repeating
 from autopar.solve.pipeline.spare_memory import StagePlan, pass_seconds, with_spare_bytes
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
@@ -218,3 +222,32 @@ class StageSearch:
         if self._allowed is None:
             self._allowed = allowed_ranges(self.graph)
         return self._allowed
+
+
+def values_worth_repeating(
+    graph: Graph, candidate: Candidate, cluster: Cluster, costs: Mapping[str, BlockCosts]
+) -> tuple[str, ...]:
+    """Return the values (masks, rotary tables) that cross a cut, and that every stage computes itself instead of receiving: they
+    are determined by inputs, and made in less time than they are sent, by the seconds of the nodes on every chunk that reads
+    one, against its bytes over the link at each cut that it crosses."""
+    chunks = chunk_calls(graph, candidate.pipeline)
+    crossings = crossing_values(graph, chunks)
+    repeatable = repeatable_values(graph)
+    names = [name for name in repeatable if any(name in each for each in crossings)]
+    if not names:
+        return ()
+    runs = {name: CallTrace.of(costs[name], candidate.block(name)) for name in costs}
+    link = stage_link(cluster, candidate.mesh.size, 0, 1)
+    out = []
+    for name in names:
+        readers = sum(any(name in graph.calls[index].inputs for index in chunk) for chunk in chunks[1:])
+        making = readers * sum(slice_forward_seconds(graph, piece, runs) for piece in joined_slices(graph, [repeatable[name]]))
+        others = {other for each in crossings for other in each if other != name}
+        sending = sum(
+            send_seconds(graph, runs, chunk[0], others, link)
+            for chunk, each in zip(chunks[1:], crossings, strict=True)
+            if name in each
+        )
+        if making <= sending:
+            out.append(name)
+    return tuple(out)

@@ -158,6 +158,6 @@ def _product_text(problem: Problem, key: Key) -> str:
     block: Block = problem.blocks[key[0]].block
     node: Node = next(node for node in block.nodes if node.name == key[1])
     values = block.values()
-    sizes = [dims.shape_at(values[name].shape, problem.batch) for name in node.operands()]
+    sizes = [dims.shape_at(values[name].shape, problem.graph.batch) for name in node.operands()]
     shapes = " x ".join(str(list(size)) for size in sizes if len(size) > 1) or str([list(size) for size in sizes])
     return operation_text(block, node, shapes)

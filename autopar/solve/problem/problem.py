@@ -97,14 +97,14 @@ class BlockTable:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Everything about one mesh. `placements`: the allowed ones per boundary class. `zeros`: the allowed state shardings (ZeRO
-    stages), over `zero_group` neighbours on the data axis (0: all). `batch`: examples of one of the `micro_batches` of a step."""
+    stages), over `zero_group` neighbours on the data axis (0: all). `graph` has the examples of one of the `micro_batches`
+    of a step."""
 
     graph: Graph
     mesh: Mesh
     cluster: Cluster
     precision: Precision
     optimizer: str
-    batch: int
     boundary: BlockBoundaries
     blocks: Mapping[str, BlockTable]
     placements: Mapping[int, tuple[Placements, ...]]
@@ -120,7 +120,7 @@ class Problem:
     @property
     def batch_bytes(self) -> float:
         """The batch of a step, as the user passes it."""
-        return user_held_bytes(self.graph, self.batch * self.micro_batches, self.mesh)
+        return user_held_bytes(self.graph, self.graph.batch * self.micro_batches, self.mesh)
 
 
 def build_problem(
@@ -156,7 +156,6 @@ def price_structure(
         cluster=cluster,
         precision=precision,
         optimizer=optimizer,
-        batch=graph.batch,
         boundary=structure.boundary,
         blocks=tables,
         placements=structure.placements,

@@ -18,7 +18,7 @@ from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.bounds.call_state import CallState, undominated
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
-from autopar.solve.bounds.working_set import least_working_bytes
+from autopar.solve.pipeline.stage_relaxation import least_working_bytes
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
 

@@ -65,7 +65,7 @@ def taken(problem: Problem, plan: BlockPlan) -> tuple[float, float]:
     """(seconds, saved bytes) of one call on average, by the cost model: all that its calls save, as if no others did."""
     graph = problem.graph
     block = problem.blocks[plan.block].block
-    trace = CallTrace.of(BlockCosts(block, problem.mesh, problem.batch, problem.cluster), plan)
+    trace = CallTrace.of(BlockCosts(block, problem.mesh, problem.graph.batch, problem.cluster), plan)
     saved = call_saved_bytes(graph, {each.name: trace.memory if each is block else _NOTHING for each in graph.blocks})
     seconds = sum(each for each, _ in (*trace.forward, *trace.backward))
     return seconds, sum(saved) / graph.count(plan.block)

@@ -59,7 +59,7 @@ def shardings(problem: Problem) -> Iterator[Candidate]:
     for chosen in product(*problem.placements.values()):
         at = dict(zip(problem.placements, chosen, strict=True))
         for blocks in product(*(tuple(_plans(problem, table, at)) for table in problem.blocks.values())):
-            batch = problem.batch * problem.micro_batches
+            batch = problem.graph.batch * problem.micro_batches
             yield Candidate(problem.mesh, blocks, batch, problem.precision, problem.micro_batches, problem.zero_group)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ...compat.autograd import apply
 from ...compat.collectives import all_reduce, wait_tensor
 from ...device.axis import AxisHandle
+from ..functions import full_precision
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -54,8 +55,7 @@ class _GroupNorm(torch.autograd.Function):
 
 def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Return ``[n, groups, elements]``, in full precision."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return wide.reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
+    return full_precision(x).reshape(x.shape[0], groups, prod(x.shape[1:]) // groups)
 
 
 def _channels(parameter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
