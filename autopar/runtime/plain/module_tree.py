@@ -7,7 +7,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,21 +80,43 @@ class Container(TreeNode):
 
     append = extend = insert = pop = update = __setitem__ = __delitem__ = _no_module
 
-    def __getitem__(self, key: int | str) -> nn.Module:
-        """A child, as of ModuleList, Sequential and ModuleDict."""
-        return list(self.children())[key] if isinstance(key, int) else self.get_submodule(key)
+    @property
+    def _items(self) -> Mapping[str, Any]:
+        """The modules of a ModuleList, Sequential or ModuleDict; the parameters of a ParameterList or ParameterDict."""
+        if not isinstance(self, (nn.ParameterList, nn.ParameterDict)):
+            return self._modules
+        return {name: getattr(self, name) for name in self.__dict__["without_data"]._parameters}
+
+    _keys = _items  # of a ParameterDict, whose methods read it
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if isinstance(key, str):
+            return self._items[key]
+        items = list(self._items.values())
+        if isinstance(key, int):
+            return items[key]
+        out = Container()
+        out.__dict__["without_data"] = part = self.__dict__["without_data"][key]
+        held: Any = out._parameters if isinstance(self, nn.ParameterList) else out._modules
+        held.update(zip([*part._parameters, *part._modules], items[key], strict=True))
+        return out
 
     def __contains__(self, key: str) -> bool:
         return key in self._modules or key in self._parameters
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._items)
 
     def __bool__(self) -> bool:
         return True
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self.children()))
+    def __iter__(self) -> Iterator[Any]:
+        items = self._items
+        return iter(list(items if isinstance(self, (nn.ModuleDict, nn.ParameterDict)) else items.values()))
+
+    def extra_repr(self) -> str:
+        """Return what a module says of itself."""
+        return self.__dict__["without_data"].extra_repr() if "without_data" in self.__dict__ else ""
 
     @property  # type: ignore[override, misc, unused-ignore]
     def __class__(self) -> Any:  # what isinstance asks for

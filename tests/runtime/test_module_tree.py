@@ -1,0 +1,83 @@
+"""The containers of a parallel model answer as those of the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+
+import autopar
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 8))
+        self.norms = nn.ModuleDict({"first": nn.LayerNorm(8)})
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(1))])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(8))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.run(self.norms["first"](x)) * self.gains[0] * self.gains[1] + self.named["shift"]
+        return x + y
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def shapes(tensors: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in tensors]
+
+
+def frozen(model: Any) -> list[str]:
+    model.blocks[:2].requires_grad_(False)
+    names = [name for name, each in model.named_parameters() if not each.requires_grad]
+    model.blocks[:2].requires_grad_(True)
+    return names
+
+
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "index": lambda model: (isinstance(model.blocks[-1].run[0], nn.Linear), len(model.blocks), len(model.blocks[0].run)),
+    "slice": lambda model: [name for name, _ in model.blocks[0].run[::3].named_parameters()],
+    "kinds of a slice": lambda model: [isinstance(each, nn.Linear) for each in model.blocks[0].run[1:]],
+    "slice of a list": lambda model: (isinstance(model.blocks[1:], nn.ModuleList), len(model.blocks[1:])),
+    "freeze a slice": frozen,
+    "keys": lambda model: (list(model.blocks[0].norms), list(model.blocks[0].norms.keys()), "first" in model.blocks[0].norms),
+    "items": lambda model: [(key, isinstance(each, nn.LayerNorm)) for key, each in model.blocks[0].norms.items()],
+    "reversed": lambda model: [isinstance(each, Block) for each in reversed(model.blocks)],
+    "parameter list": lambda model: (
+        len(model.blocks[0].gains),
+        shapes(model.blocks[0].gains),
+        shapes(model.blocks[0].gains[:1]),
+    ),
+    "parameter dict": lambda model: (
+        list(model.blocks[0].named),
+        shapes(model.blocks[0].named.values()),
+        "x" in model.blocks[0].named,
+    ),
+    "parameter by key": lambda model: model.blocks[0].named["shift"] is dict(model.named_parameters())["blocks.0.named.shift"],
+    "no bias": lambda model: (model.blocks[0].run[0].bias is None, model.blocks[0].run[3].bias is None),
+    "words": lambda model: repr(model.blocks[0].run),
+}
+
+
+def differences() -> list[str]:
+    plain, x = Stack(), torch.ones(4, 8)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:1", (x,), cache=False)
+    return [name for name, ask in QUESTIONS.items() if ask(parallel) != ask(plain)]
+
+
+def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:
+    assert ranks.run(differences, world=1) == [[]]
