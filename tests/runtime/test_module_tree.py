@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.spare, self.none = nn.Linear(2, 2), None
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -69,13 +71,17 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "parameter by key": lambda model: model.blocks[0].named["shift"] is dict(model.named_parameters())["blocks.0.named.shift"],
     "no bias": lambda model: (model.blocks[0].run[0].bias is None, model.blocks[0].run[3].bias is None),
+    "none": lambda model: model.none,
     "words": lambda model: repr(model.blocks[0].run),
 }
 
 
 def differences() -> list[str]:
+    """Of the answers to each question; what the forward does not use has no values."""
     plain, x = Stack(), torch.ones(4, 8)
     parallel = autopar.parallelize(copy.deepcopy(plain), "local:1", (x,), cache=False)
+    with pytest.raises(AttributeError, match="weight"):
+        parallel.spare.weight  # noqa: B018
     return [name for name, ask in QUESTIONS.items() if ask(parallel) != ask(plain)]
 
 

@@ -94,8 +94,8 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     check_attribute(frozen, skeleton, name)
     if name in _RESETS and isinstance(reset := inspect.getattr_static(type(skeleton), name, None), FunctionType):
         return partial(_reset, reset, node)
-    if any(name in tensors for tensors in (skeleton._parameters, skeleton._buffers, skeleton._modules)):
-        return None  # a layer without bias: what has values is the node's own
+    if any(name in each and each[name] is None for each in (skeleton._parameters, skeleton._buffers, skeleton._modules)):
+        return None  # the bias of a layer without one
     if name.startswith("_") and isinstance(value := skeleton.__dict__.get(name, _MISSING), LEAVES):
         return value
     private = name.startswith("__") or (name.startswith("_") and _library(type(skeleton)))
