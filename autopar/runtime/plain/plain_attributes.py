@@ -94,8 +94,13 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     check_attribute(frozen, skeleton, name)
     if name in _RESETS and isinstance(reset := inspect.getattr_static(type(skeleton), name, None), FunctionType):
         return partial(_reset, reset, node)
-    if any(name in each and each[name] is None for each in (skeleton._parameters, skeleton._buffers, skeleton._modules)):
-        return None  # the bias of a layer without one
+    tensor = next((each[name] for each in (skeleton._parameters, skeleton._buffers, skeleton._modules) if name in each), _MISSING)
+    if tensor is None:  # the bias of a layer without one
+        return None
+    if isinstance(tensor, torch.Tensor):
+        raise AttributeProblem(
+            f"{type(skeleton).__name__}.{name} is used by no forward, and is not on the parallel model: parallel.full_state() has it"
+        )
     if name.startswith("_") and isinstance(value := skeleton.__dict__.get(name, _MISSING), LEAVES):
         return value
     private = name.startswith("__") or (name.startswith("_") and _library(type(skeleton)))
