@@ -99,7 +99,7 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
         return None
     if isinstance(tensor, torch.Tensor):
         raise AttributeProblem(
-            f"{type(skeleton).__name__}.{name} is used by no forward, and is not on the parallel model: parallel.full_state() has it"
+            f"{type(skeleton).__name__}.{name} is used by no forward, and not on the parallel model: parallel.full_state() has it"
         )
     if name.startswith("_") and isinstance(value := skeleton.__dict__.get(name, _MISSING), LEAVES):
         return value
