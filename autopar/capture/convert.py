@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
 from autopar.capture.constants import constant_node
 from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
@@ -31,6 +30,7 @@ from autopar.capture.tracing.places import (
     source_line,
     source_place,
 )
+from autopar.capture.tracing.questions import without_casts
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
@@ -376,14 +376,6 @@ def refuse_strides(node: fx.Node) -> None:
     )
     if not inside or not tensor.is_contiguous():
         raise CaptureError(f"{source_place(node)}: as_strided of a tensor that is not contiguous: use slices, or .contiguous()")
-
-
-def without_casts(found: sympy.Expr) -> sympy.Expr:
-    """The expression without ``float(size)`` and with plain quotients, which have the same values."""
-    found = found.replace(ToFloat, lambda x: x)
-    for quotient in (FloatTrueDiv, IntTrueDiv):
-        found = found.replace(quotient, lambda a, b: a / b)
-    return sympy.nsimplify(found, rational=True)
 
 
 def _cut_size(node: fx.Node) -> int | torch.SymInt:

@@ -22,6 +22,7 @@ from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.tracing.loss_only import LossFunction, Results
 from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.questions import batch_conditions
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.batch_totals import FIXED_AT
@@ -75,6 +76,17 @@ class Export:
             self._take(trace(*given, outlined=False, results=results, open_dims=open_dims), open_dims or {})
         except BatchIsDivided:
             self._take(trace(*given, outlined=False, results=results, open_dims=open_dims, fixed_batch=True), open_dims or {})
+        if not self._answers():  # a batch of 1 was traced as 2
+            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims, fixed_batch=True), open_dims or {})
+
+    def _answers(self, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool:
+        """Return whether the forward's questions about sizes have the answers of the trace: for these sizes, or the example's."""
+        traced = self.traced
+        known = {**traced.lengths, **(sizes or {})}
+        return all(
+            question.at({each: known.get(each, traced.batch) for each in question.asks.free_symbols}) == sympy.true
+            for question in traced.questions
+        )
 
     def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> None:
         self.traced, self.lengths = traced, _lengths(traced, open_dims) if open_dims else {}
@@ -94,7 +106,7 @@ class Export:
         if values is None:
             return None
         traced = {symbol: size if symbol in self.lengths else max(size, 2) for symbol, size in values.items()}
-        if not _allowed(self.traced, traced):  # a batch of 1 is traced as 2
+        if not _allowed(self.traced, traced) or not self._answers(values):
             return None
         return self._graph({symbol: values[symbol] for symbol in self.lengths}, batch_of(tensors))
 
@@ -109,7 +121,9 @@ class Export:
         return values if all(expression.subs(values) == size for expression, size in sizes) else None
 
     def _graph(self, lengths: Mapping[sympy.Symbol, int], batch: int) -> Graph:
-        traced = replace(self.traced, lengths=lengths, batch=batch)
+        conditions = batch_conditions(self.traced.questions, lengths, batch) if self.traced.symbolic else ()
+        interface = replace(self.traced.interface, batch_conditions=conditions)
+        traced = replace(self.traced, lengths=lengths, batch=batch, interface=interface)
         flat: FlatGraph = flatten_program(traced)
         flat = flat if self.options.dropout else without_dropout(flat)
         if not traced.interface.has_loss:

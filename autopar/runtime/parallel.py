@@ -114,7 +114,8 @@ class Parallel(ShardedModule):
         step = _pipeline_step(program, state, memory)
         schedule = step if isinstance(step, PipelineStep) else None
         graph = None if stream is None else step_graph(program, state, stream, schedule)
-        first = Variant(program, form, state, step, graph=graph)
+        interface = None if plan is None else plan.graph.interface
+        first = Variant(program, form, state, step, graph=graph, conditions=interface.batch_conditions if interface else ())
         nodes = [] if plain is None else mirror_modules(self, plain)
         register_state(self, state, plain)
         if plain is not None:

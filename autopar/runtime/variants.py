@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,16 @@ MANY_VALUES = 4
 LOGGER = logging.getLogger("autopar")
 
 
+class BatchCondition(Protocol):
+    """A condition on the batch, under which a forward takes the branches of a program."""
+
+    def holds(self, batch: int) -> bool: ...
+
+
 class VariantParts(NamedTuple):
     """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
     `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: so many
-    share an example, and shard its sequence. `reads`: of its capture."""
+    share an example, and shard its sequence. `reads`: of its capture. `conditions`: on the batch, see `Variant`."""
 
     program: type[Program]
     form: Any
@@ -56,12 +62,13 @@ class VariantParts(NamedTuple):
     uneven: bool = False
     reads: Reads = Reads()
     context: int = 1
+    conditions: tuple[BatchCondition, ...] = ()
 
 
 @dataclass(eq=False)
 class Variant:
     """A program that computes with the weights of the first one. `whole_batch`: every data rank computes the whole batch, and its
-    gradients count as one part of their sum."""
+    gradients count as one part of their sum. `conditions`: what the batch fulfils, for which the forward takes its branches."""
 
     program: Program
     form: Any
@@ -70,6 +77,7 @@ class Variant:
     whole_batch: bool = False
     fixed_batch: int = 0
     graph: StepGraph | None = None
+    conditions: tuple[BatchCondition, ...] = ()
 
     def __post_init__(self) -> None:
         self.training = self.program.training
@@ -133,6 +141,11 @@ def division_of(batch: int, ranks: int, micro_batches: int, uneven: bool) -> str
         return "micro-batches" if parts == micro_batches else f"{parts} micro-batches"
     shared = f"by {gcd(batch, ranks)} of {ranks} data ranks"
     return f"uneven, {shared}" if uneven and batch > ranks else f"{shared}, {parts_of(batch)} micro-batches"
+
+
+def fulfils(batch: int, conditions: tuple[BatchCondition, ...]) -> bool:
+    """Return whether a batch fulfils all conditions."""
+    return all(each.holds(batch) for each in conditions)
 
 
 MakeVariant = Callable[[KeyedCall, nn.Module], VariantParts]
@@ -227,14 +240,14 @@ class Variants:
             self.incomplete.add(plain.key)
             return self._find(plain)
         if usual is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
-            fixed = next(fixed for fixed in (0, call.batch) if (call.key, fixed) in self.programs)
+            fixed = next(fixed for fixed in (0, call.batch) if self.programs.get((call.key, fixed)) is variant)
             self.programs[plain.key, fixed] = self.programs.pop((call.key, fixed))
         return variant
 
     def _lookup(self, call: KeyedCall) -> Variant | None:
         for fixed in (0, call.batch):
             variant = self.programs.get((call.key, fixed))
-            if variant is not None:
+            if variant is not None and fulfils(call.batch, variant.conditions):
                 if variant is not self.first:
                     self.programs.move_to_end((call.key, fixed))
                 return variant
@@ -243,12 +256,14 @@ class Variants:
     def _find(self, call: KeyedCall) -> Variant:
         if (existing := self._lookup(call)) is not None:
             return existing
-        parts = self.uneven.get(call.key) or self._make(call)
+        known = self.uneven.get(call.key)
+        parts = known if known is not None and fulfils(call.batch, known.conditions) else self._make(call)
         if parts.uneven:
             self.uneven[call.key] = parts
         uneven_batch = call.batch if parts.uneven else 0
         variant = self._load(parts, self.first.program.mesh.for_variant(parts.whole_batch, uneven_batch, context=parts.context))
-        self.programs[call.key, uneven_batch or parts.fixed_batch] = variant
+        other_branch = call.batch if (call.key, 0) in self.programs else 0  # whose conditions this batch does not fulfil
+        self.programs[call.key, uneven_batch or parts.fixed_batch or other_branch] = variant
         self._evict()
         return variant
 
@@ -271,7 +286,10 @@ class Variants:
                 "pass example inputs of the kind that trains, in its mode and autocast",
                 stacklevel=2,
             )
-        return Variant(program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch)
+        return Variant(
+            program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch,
+            conditions=parts.conditions,
+        )  # fmt: skip
 
     def _make(self, call: KeyedCall) -> VariantParts:
         parts = self.make(call, self.frozen.model)

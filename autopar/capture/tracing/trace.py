@@ -32,6 +32,7 @@ from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_g
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.loss_only import LossOnly, ResultForm, Results, refuse_parameters
 from autopar.capture.tracing.outline import of_equal_code, outline
+from autopar.capture.tracing.questions import Question, batch_questions
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
@@ -59,6 +60,8 @@ class Traced:
     """The lines of checks of data that are left out."""
     derivatives: tuple[str, ...] = ()
     """The lines that take derivatives in the forward."""
+    questions: tuple[Question, ...] = ()
+    """The questions of the forward about sizes that are symbols."""
     lengths: Mapping[Any, int] = field(default_factory=dict)
     """Values of the symbols that are no batch (see `symbolic_lengths`)."""
 
@@ -114,6 +117,7 @@ def trace(
                 interface=interface,
                 checks=tuple(dict.fromkeys(attempt.checks)),
                 derivatives=tuple(dict.fromkeys(attempt.derivatives)),
+                questions=tuple(dict.fromkeys(attempt.questions)),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
             )
         except CaptureError:
@@ -144,6 +148,7 @@ class _Attempt:
     lines: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
     derivatives: list[str] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     values: ConcreteValues = field(default_factory=ConcreteValues)
     clone: LossOnly | None = None
 
@@ -165,6 +170,7 @@ class _Attempt:
             self.lines = stack.enter_context(number_lines())
             self.checks = stack.enter_context(checks_pass())
             self.derivatives = stack.enter_context(derivatives_inside())
+            self.questions = stack.enter_context(batch_questions())
             stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))
             stack.enter_context(experts_as_operator(clone.module))
             if self.short:

@@ -73,6 +73,8 @@ def verify_texts(graph: Graph) -> None:
     may have: all other texts are checked by the types of their fields."""
     for value in (*graph.inputs, *(value for block in graph.blocks for value in block.values().values())):
         _verify_shape(value)
+    for condition in graph.interface.batch_conditions if graph.interface is not None else ():
+        parse_size(condition.size)
     for node in (node for block in graph.blocks for node in block.nodes):
         _fit(NAME, "the name of an argument", (name for name, _ in node.kwargs))
         _fit(OP, "an operation", (inner.op for inner in inner_nodes(node)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
@@ -15,11 +17,45 @@ from support.harness.habits import (  # noqa: F401
     test_habit_under_other_plans,
 )
 from support.harness.training_loop import full_gradients
-from support.models.habit_model import BATCH, batch, net
+from support.models.habit_model import BATCH, WIDTH, batch, net
+from torch import nn
+
+import autopar
 
 
 def global_batch(plan: str) -> None:
     equals_one_process(parallel_of(net(), plan, check_batch_every=2), net(), 5)
+
+
+class Small(nn.Module):
+    """Leaves batch norm out for one example, and does more for many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if x.shape[0] > 1:
+            y = self.norm(y)
+        if x.shape[0] % 4 == 0 and x.shape[0] >= 8:
+            y = y * 2
+        return self.head(y).square().mean()  # type: ignore[no-any-return]
+
+
+def branch_on_the_batch_size(force: str) -> None:
+    """Also uneven batches, sizes of before, and sizes of the other branch."""
+    if "pp=" in force:
+        return
+    torch.manual_seed(0)
+    plain, x = Small().double(), batch()["x"]
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:4", (x,), force=force, cache=False)
+    for size in (16, 8, 1, 4, 6, 8, 1, 16):
+        losses = [model(x[:size]) for model in (parallel, plain)]
+        torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-9, atol=0.0)
+        for loss in losses:
+            loss.backward()
+    same_gradients(parallel, plain)
 
 
 def different_batches(plan: str) -> str:

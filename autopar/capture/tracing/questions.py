@@ -1,0 +1,86 @@
+"""Questions that a forward asks about the batch: of ``if x.shape[0] > 1:`` a program has the branch of its example.
+
+Torch answers most of them by what it takes for granted of every size (at least 2), and notes nothing. Questions of torch's own
+code (may two sizes be equal?) have one answer for all batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
+
+from autopar.capture.tracing.places import is_users
+from autopar.ir.dims import BATCH, as_dim, parse_size
+from autopar.ir.interface import BatchCondition
+from autopar.runtime.compat.hooks import replaced
+
+_SIGNS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">="}
+
+
+class Question(NamedTuple):
+    """A truth value in symbols of sizes, and what the forward was told."""
+
+    asks: sympy.Basic
+    answer: bool
+
+    def at(self, sizes: Mapping[sympy.Symbol, Any]) -> sympy.Basic:
+        """Return what has to be true of these sizes."""
+        asks = self.asks.subs(sizes)
+        return asks if self.answer else sympy.Not(asks)
+
+
+@contextmanager
+def batch_questions() -> Iterator[list[Question]]:
+    """While active, yields what is asked of sizes that are symbols, in code that is not torch's."""
+    usual: Any = torch.SymBool.__bool__
+    found: list[Question] = []
+
+    def ask(condition: Any) -> bool:
+        answer: bool = usual(condition)
+        if is_users(sys._getframe(1).f_code.co_filename):
+            found.append(Question(condition.node.expr, answer))
+        return answer
+
+    with replaced(torch.SymBool, "__bool__", ask):
+        yield found
+
+
+def batch_conditions(questions: tuple[Question, ...], lengths: Mapping[Any, int], batch: int) -> tuple[BatchCondition, ...]:
+    """Return what has to hold for a batch to get the answers of these questions, one of `batch` among them."""
+    symbol = sympy.Symbol(BATCH, integer=True, positive=True)
+    found: dict[BatchCondition, None] = {}
+    for question in questions:
+        truth = question.at({each: lengths.get(each, symbol) for each in question.asks.free_symbols})
+        if truth.free_symbols:
+            found[_condition(truth) or BatchCondition(f"{BATCH} - {batch}", "==")] = None
+    return tuple(found)
+
+
+def _condition(truth: sympy.Basic) -> BatchCondition | None:
+    """Return a relation of sizes as a condition; None for what cannot be written as one."""
+    sign = next((text for kind, text in _SIGNS.items() if isinstance(truth, kind)), "")
+    if not sign:
+        return None
+    difference = without_casts(truth.lhs - truth.rhs).replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    for remainder in (Mod, PythonMod, sympy.Mod):
+        difference = difference.replace(remainder, lambda a, b: a - b * sympy.floor(a / b))
+    try:
+        text = str(as_dim(difference))
+        parse_size(text)
+    except ValueError:
+        return None
+    return BatchCondition(text, sign)
+
+
+def without_casts(found: sympy.Expr) -> sympy.Expr:
+    """The expression without ``float(size)`` and with plain quotients, which have the same values."""
+    found = found.replace(ToFloat, lambda x: x)
+    for quotient in (FloatTrueDiv, IntTrueDiv):
+        found = found.replace(quotient, lambda a, b: a / b)
+    return sympy.nsimplify(found, rational=True)

@@ -1,0 +1,81 @@
+"""Branches on the size of the batch: a graph says for which batches it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.ir.graph import Graph
+from autopar.ir.plan_file.codec import decode, encode
+
+Ask = Callable[[Tensor], bool]
+
+
+class Branch(nn.Module):
+    def __init__(self, ask: Ask) -> None:
+        super().__init__()
+        self.linear, self.ask = nn.Linear(4, 4), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y if self.ask(x) else y * 2).square().mean()  # type: ignore[no-any-return]
+
+
+QUESTIONS: dict[str, Ask] = {
+    "more than one": lambda x: x.shape[0] > 1,
+    "none of one": lambda x: x.shape[0] != 1,
+    "at least eight": lambda x: x.shape[0] >= 8,
+    "just eight": lambda x: x.size(0) == 8,
+    "few": lambda x: not x.shape[0] > 5,
+    "even": lambda x: x.shape[0] % 2 == 0,
+    "quotients": lambda x: x.shape[0] // 3 < 2,
+    "elements": lambda x: x.numel() > 30,
+    "the smaller": lambda x: min(x.shape[0], 6) == 6,
+    "several": lambda x: 2 < x.shape[0] <= 9,
+    "one of": lambda x: x.shape[0] in (3, 8),
+}
+
+
+def graph_of(ask: Ask, batch: int) -> Graph:
+    return capture(Branch(ask), (torch.ones(batch, 4),))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_graph_holds_for_batches_of_its_branch(name: str) -> None:
+    """Only for them: another answer is another number of operations."""
+    ask = QUESTIONS[name]
+    for example in (8, 3):
+        graph = graph_of(ask, example)
+        if not graph.batch_is_symbolic:  # torch takes a size that equals a number for the number
+            assert name in ("just eight", "one of")
+            continue
+        assert graph.interface is not None
+        for batch in (1, 2, 3, 5, 6, 8, 9, 10, 16):
+            holds = all(each.holds(batch) for each in graph.interface.batch_conditions)
+            assert not holds or ask(torch.empty(batch, 4)) == ask(torch.empty(example, 4)), (name, example, batch)
+        assert all(each.holds(example) for each in graph.interface.batch_conditions)
+        assert decode(Graph, encode(graph)) == graph
+
+
+@pytest.mark.parametrize("name", ["more than one", "at least eight", "even"])
+def test_every_batch_of_the_branch_is_taken(name: str) -> None:
+    ask = QUESTIONS[name]
+    conditions = graph_of(ask, 8).interface.batch_conditions  # type: ignore[union-attr]
+    for batch in (1, 2, 3, 7, 8, 10, 1000):
+        assert all(each.holds(batch) for each in conditions) == ask(torch.empty(batch, 1))
+
+
+def test_a_batch_of_one_has_its_own_branch() -> None:
+    """Torch takes every size for at least 2; where nobody asks, a batch of 1 is as any other."""
+    graph = graph_of(QUESTIONS["more than one"], 1)
+    assert not graph.batch_is_symbolic and any(node.op == "aten.mul.Tensor" for block in graph.blocks for node in block.nodes)
+    assert graph_of(lambda x: x.shape[1] > 1, 1).batch_is_symbolic
+
+
+def test_what_torch_asks_is_no_condition() -> None:
+    graph = capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.ones(8, 4),))
+    assert graph.interface is not None and not graph.interface.batch_conditions
