@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..compat.dtensor import local_of, replace_local
 from ..errors import StateError
 from ..state.materialize import State
 from .plain_model import PlainModel
@@ -38,6 +39,7 @@ class Assignments:
         self._places = [_join(path, name) for path, each in entries for name in each]
         for name, parameter in state.parameters.items():
             parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
+            parameter.autopar_aliases = weakref.WeakValueDictionary()  # type: ignore[attr-defined]
         for node in root.modules():
             node.__dict__["assignments"] = self
 
@@ -129,7 +131,8 @@ class Assignments:
 
 
 class _Values:
-    """The target of ``parameter.data = values``: the values go into this rank's shard."""
+    """The target of ``parameter.data = values``: the values go into this rank's shard. What was ``parameter.data`` until then
+    (the backup of averaged weights) keeps its values, in memory of its own."""
 
     def __init__(self, state: State, name: str) -> None:
         self.state, self.name = weakref.ref(state), name
@@ -144,14 +147,20 @@ class _Values:
                 f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
             )
         with torch.no_grad():
-            local = parameter.to_local()
+            local = local_of(parameter)
             if isinstance(value, DTensor):
-                same = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
-                if same:
-                    local.copy_(value.to_local())
-                    return
-                value = value.full_tensor()
-            local.copy_(state.local_part(self.name, value))
+                if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
+                    own = local_of(value)
+                else:
+                    own = state.local_part(self.name, value.full_tensor())
+            else:
+                own = state.local_part(self.name, value)
+            if own.is_set_to(local):  # parameter.data *= 2
+                return
+            for alias in list(parameter.autopar_aliases.values()):
+                if local_of(alias).untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+                    replace_local(alias, local_of(alias).clone())
+            local.copy_(own)
 
 
 def _members(node: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -58,12 +58,16 @@ def write_through_views() -> AbstractContextManager[None]:
 
 
 def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
-    """Make a view, and note its source where a write into it would not reach that."""
+    """Make a view, and note its source where a write into it would not reach that, and that it is one of a parameter."""
     results = usual_operation(op, args, kwargs)
     source = args[0]
+    aliases = source.__dict__.get("autopar_aliases")
     for position, view in enumerate(results) if isinstance(results, (list, tuple)) else ((None, results),):
         if isinstance(view, DTensor) and ("autopar_view" in source.__dict__ or _is_copy(view, source)):
             view.__dict__["autopar_view"] = ViewSource(source, op, args[1:], kwargs, position)
+        if isinstance(view, DTensor) and aliases is not None:
+            view.__dict__["autopar_aliases"] = aliases
+            aliases[id(view)] = view
     return results
 
 

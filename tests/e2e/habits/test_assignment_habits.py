@@ -43,6 +43,18 @@ def set_data(plan: str) -> None:
         for _, parameter in used(model):
             parameter.data = parameter.data * 0.5 + 0.1
             parameter.data *= 1.5
+    for model in (parallel, reference):  # averaged weights for an evaluation, and back; a swap
+        backup = {name: parameter.data for name, parameter in used(model)}
+        views = {name: parameter.detach().reshape(-1) for name, parameter in used(model)}
+        for name, parameter in used(model):
+            parameter.data = parameter.data * 0.25
+            assert float(views[name].abs().max()) == float(backup[name].abs().max()) != float(parameter.abs().max())
+        for name, parameter in used(model):
+            parameter.data = backup[name]
+        own = dict(used(model))
+        for weight in (name for name in own if name.endswith("norm.weight")):
+            a, b = own[weight], own[weight.replace("weight", "bias")]
+            a.data, b.data = b.data, a.data
     values = torch.randn(WORDS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     if "words.weight" in names:
         parallel.words.weight.data = values
