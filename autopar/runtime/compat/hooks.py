@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import boxes, gathered, local_of, operations_of_shards, own_part, replicated, usual_operation, whole
+from .dtensor import boxes, gathered, local_of, operations_of_shards, own_part, replace_local, replicated, usual_operation, whole
 
 _Owner = TypeVar("_Owner")
 
@@ -116,16 +116,18 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
 
 
 def data_by_values() -> AbstractContextManager[None]:
-    """Let ``parameter.data = values`` fill a DTensor that says how (``autopar_values``). On 2.13.0 a DTensor keeps the shard
-    that it had, without a word."""
+    """Let ``parameter.data = values`` fill a DTensor that says how (``autopar_values``), and any other one take the memory of a
+    DTensor of its shape. On 2.13.0 it keeps the shard that it had, without a word."""
     usual: Any = torch.Tensor.data
 
     def put(self: Any, value: torch.Tensor) -> None:
         values = self.__dict__.get("autopar_values")
-        if values is None:
-            usual.__set__(self, value)
-        else:
+        if values is not None:
             values.fill(value)
+        elif isinstance(value, DTensor) and (value.shape, value.device_mesh) == (self.shape, self.device_mesh):
+            replace_local(self, local_of(value.redistribute(placements=self.placements)))
+        else:
+            usual.__set__(self, value)
 
     return replaced(DTensor, "data", property(usual.__get__, put))
 

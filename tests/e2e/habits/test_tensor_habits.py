@@ -240,7 +240,7 @@ def gradients_by_grad(plan: str) -> None:
 
 
 def filter_gradients(plan: str) -> None:
-    """By `.data`, with a moving average that is amplified (Grokfast)."""
+    """By `.data`, with a moving average that is amplified (Grokfast); also of a gradient that the script has set itself."""
     parallel, reference = both_models(plan)
     for model in (parallel, reference):
         optimizer, averages = torch.optim.SGD(model.parameters(), lr=0.1), dict[str, torch.Tensor]()
@@ -251,6 +251,9 @@ def filter_gradients(plan: str) -> None:
                 if parameter.grad is not None:
                     averages[name] = averages.get(name, 0) * 0.9 + parameter.grad.data.detach() * 0.1
                     parameter.grad.data = parameter.grad.data + averages[name] * 2.0
+                    if seed == 2:
+                        parameter.grad = parameter.grad * 0.5
+                        parameter.grad.data = averages[name]
             optimizer.step()
     torch.testing.assert_close(parallel(**batch()), reference(**batch()), rtol=1e-9, atol=1e-12)
     gradient = next(p.grad for p in parallel.parameters() if p.grad is not None)
