@@ -117,17 +117,19 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
 
 def data_by_values() -> AbstractContextManager[None]:
     """Let ``parameter.data = values`` fill a DTensor that says how (``autopar_values``), and any other one take the memory of a
-    DTensor of its shape. On 2.13.0 it keeps the shard that it had, without a word."""
+    DTensor of its shape and dtype (of a plain tensor: a TypeError). On 2.13.0 it keeps the shard that it had, without a word."""
     usual: Any = torch.Tensor.data
 
     def put(self: Any, value: torch.Tensor) -> None:
         values = self.__dict__.get("autopar_values")
         if values is not None:
             values.fill(value)
-        elif isinstance(value, DTensor) and (value.shape, value.device_mesh) == (self.shape, self.device_mesh):
-            replace_local(self, local_of(value.redistribute(placements=self.placements)))
-        else:
+        elif (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             usual.__set__(self, value)
+        elif isinstance(value, DTensor):
+            replace_local(self, local_of(value.redistribute(self.device_mesh, self.placements)))
+        else:
+            raise TypeError(f"the .data of a DTensor {tuple(self.shape)} was set to a plain tensor: compute it of the DTensor's")
 
     return replaced(DTensor, "data", property(usual.__get__, put))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.harness.habits import ROWS, one_step, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
@@ -256,8 +257,12 @@ def filter_gradients(plan: str) -> None:
                         parameter.grad.data = averages[name]
             optimizer.step()
     torch.testing.assert_close(parallel(**batch()), reference(**batch()), rtol=1e-9, atol=1e-12)
+    parallel.zero_grad()
+    one_step(parallel)
     gradient = next(p.grad for p in parallel.parameters() if p.grad is not None)
     assert "compute it of the gradient" in refusal(lambda: setattr(gradient, "data", torch.zeros(gradient.shape)))
+    with pytest.raises(TypeError, match="compute it of the DTensor's"):
+        (gradient * 0.5).data = torch.zeros(gradient.shape, dtype=gradient.dtype)
 
 
 def reduce_gradients_by_hand(plan: str) -> str:
