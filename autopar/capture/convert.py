@@ -17,6 +17,7 @@ from autopar.capture.constants import constant_node
 from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.tracing.custom_functions import SEED, check_linear
+from autopar.capture.tracing.data.batch_questions import without_casts
 from autopar.capture.tracing.explain import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import NO_GRAD_MARK, refuse_random
@@ -30,7 +31,6 @@ from autopar.capture.tracing.places import (
     source_line,
     source_place,
 )
-from autopar.capture.tracing.questions import without_casts
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
 from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy

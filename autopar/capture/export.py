@@ -20,9 +20,9 @@ from autopar.capture.fold import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
+from autopar.capture.tracing.data.batch_questions import Question, batch_conditions
 from autopar.capture.tracing.loss_only import LossFunction, Results
 from autopar.capture.tracing.outline import CannotOutline
-from autopar.capture.tracing.questions import batch_conditions
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.batch_totals import FIXED_AT
@@ -81,15 +81,14 @@ class Export:
 
     def _answers(self, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool:
         """Return whether the forward's questions about sizes have the answers of the trace: for these sizes, or the example's."""
-        traced = self.traced
-        known = {**traced.lengths, **(sizes or {})}
+        known = {**self.lengths, **(sizes or {})}
         return all(
-            question.at({each: known.get(each, traced.batch) for each in question.asks.free_symbols}) == sympy.true
-            for question in traced.questions
+            question.at({each: known.get(each, self.traced.batch) for each in question.asks.free_symbols}) == sympy.true
+            for question in self.traced.questions
         )
 
     def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> None:
-        self.traced, self.lengths = traced, _lengths(traced, open_dims) if open_dims else {}
+        self.traced, self.lengths = _with_final_symbols(traced), _lengths(traced, open_dims) if open_dims else {}
         self.graph = self._graph(self.lengths, traced.batch)
 
     @property
@@ -179,6 +178,19 @@ def _environment(traced: Traced) -> Any:
     """Torch's record of the symbols of an export, and of what the forward asked about them."""
     sizes = (size for node in _inputs(traced) for size in node.meta["val"].shape)
     return next(size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))
+
+
+def _with_final_symbols(traced: Traced) -> Traced:
+    """Return an export whose questions name the symbols of its inputs: two sizes may turn out to be equal while it is traced."""
+    if not traced.questions or not any(size.free_symbols for shape in input_shapes(traced).values() for size in shape):
+        return replace(traced, questions=())
+    known = _environment(traced).replacements
+    questions = []
+    for asks, answer in traced.questions:
+        for _ in range(4):  # as in `_holds`
+            asks = asks.subs(known)
+        questions.append(Question(asks, answer))
+    return replace(traced, questions=tuple(questions))
 
 
 def _allowed(traced: Traced, values: Mapping[sympy.Symbol, int]) -> bool:

@@ -44,7 +44,7 @@ MANY_VALUES = 4
 LOGGER = logging.getLogger("autopar")
 
 
-class BatchCondition(Protocol):
+class Condition(Protocol):
     """A condition on the batch, under which a forward takes the branches of a program."""
 
     def holds(self, batch: int) -> bool: ...
@@ -62,7 +62,7 @@ class VariantParts(NamedTuple):
     uneven: bool = False
     reads: Reads = Reads()
     context: int = 1
-    conditions: tuple[BatchCondition, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Variant:
     whole_batch: bool = False
     fixed_batch: int = 0
     graph: StepGraph | None = None
-    conditions: tuple[BatchCondition, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
         self.training = self.program.training
@@ -143,7 +143,7 @@ def division_of(batch: int, ranks: int, micro_batches: int, uneven: bool) -> str
     return f"uneven, {shared}" if uneven and batch > ranks else f"{shared}, {parts_of(batch)} micro-batches"
 
 
-def fulfils(batch: int, conditions: tuple[BatchCondition, ...]) -> bool:
+def fulfils(batch: int, conditions: tuple[Condition, ...]) -> bool:
     """Return whether a batch fulfils all conditions."""
     return all(each.holds(batch) for each in conditions)
 

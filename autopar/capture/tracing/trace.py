@@ -18,6 +18,7 @@ from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
 from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.state.buffers import refuse_gradients, refuse_shared_buffers
+from autopar.capture.tracing.data.batch_questions import Question, batch_questions
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
@@ -32,7 +33,6 @@ from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_g
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.loss_only import LossOnly, ResultForm, Results, refuse_parameters
 from autopar.capture.tracing.outline import of_equal_code, outline
-from autopar.capture.tracing.questions import Question, batch_questions
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
