@@ -189,7 +189,7 @@ def _same_batch(program: Program, tensors: Mapping[str, torch.Tensor], paths: Ma
             if first and tensors[name].shape[0] != tensors[first].shape[0]:
                 raise BatchError(
                     f"input {paths[name]} has {tensors[name].shape[0]} examples, {paths[first]} has {tensors[first].shape[0]}: "
-                    "pass one batch"
+                    f"pass one batch (if {paths[name]} or {paths[first]} has none: plan with example inputs of another number)"
                 )
             first = first or name
 
