@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -92,6 +93,18 @@ def in_place_operations() -> list[Any]:
         if first is not None and first.alias_info is not None and first.alias_info.is_write and str(first.type) == "Tensor":
             operations.append(op)
     return operations
+
+
+def loss_pieces() -> dict[Any, Callable[..., Any]]:
+    """Torch's losses with a `reduction`, and their backwards, for which DTensor has no rules, each with a function that computes
+    it by other operations. Seen on 2.13.0: DTensor finds rules by these functions, with numbers of elements that are a part's."""
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    losses = {}
+    for op, run in decomposition_table.items():
+        arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else ()
+        if op not in rules and any(each.name == "reduction" for each in arguments) and not any(each.is_out for each in arguments):
+            losses[op] = run
+    return losses
 
 
 def _operations(wanted: Callable[[str], bool]) -> list[Any]:
