@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
@@ -174,6 +175,20 @@ def gathered(value: torch.Tensor) -> torch.Tensor:
     """Return a DTensor as a whole, or any other tensor itself, without a node of autograd."""
     detached = value.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on whole tensors. All ranks have the results alike."""
+    mesh = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)).device_mesh
+    args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda result: replicated(result, mesh), op(*args, **kwargs))
+
+
+def has_empty_part(value: DTensor) -> bool:
+    """Return whether a rank has no elements of a tensor that has some. All ranks know."""
+    sizes = tuple(value.device_mesh.shape)
+    last = [size - 1 for size in sizes]
+    return any(extent and not _indices_of(extent, dim, value.placements, sizes, last) for dim, extent in enumerate(value.shape))
 
 
 def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:

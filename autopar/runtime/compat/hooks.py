@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import boxes, gathered, local_of, operations_of_shards, own_part, replicated, usual_operation, whole
+from .dtensor import boxes, gathered, local_of, on_whole_tensors, operations_of_shards, own_part, usual_operation, whole
 
 _Owner = TypeVar("_Owner")
 
@@ -138,8 +138,7 @@ def masked_items() -> AbstractContextManager[None]:
     def get(op: Any, args: Any, kwargs: Any) -> Any:
         if op is aten.index.Tensor and not any(map(_is_mask, args[1])):
             return usual_operation(op, args, kwargs)
-        mesh = next(each for each in tree_leaves(args) if isinstance(each, DTensor)).device_mesh
-        return replicated(op(*tree_map_only(DTensor, gathered, args), **kwargs), mesh)
+        return on_whole_tensors(op, args, kwargs)
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
