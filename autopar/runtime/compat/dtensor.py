@@ -177,6 +177,11 @@ def gathered(value: torch.Tensor) -> torch.Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
+def lacks_rule(error: RuntimeError) -> bool:
+    """Return whether DTensor has no rule for a call, which it says on all ranks. Seen on 2.13.0."""
+    return "Sharding propagation failed" in str(error)
+
+
 def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on whole tensors. All ranks have the results alike."""
     mesh = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)).device_mesh

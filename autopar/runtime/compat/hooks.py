@@ -152,7 +152,8 @@ def masked_items() -> AbstractContextManager[None]:
             x._local_tensor.copy_(own_part(x, full))
         return x
 
-    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default)
+    # 2.13.0 gives the shape of the first topk to those of other k
+    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default, aten.topk.default)
     return shard_operations({**dict.fromkeys(gets, get), aten.index_put_.default: put})
 
 

@@ -61,6 +61,20 @@ torch.nanmean(p) * 2
 F.cosine_similarity(p, q).sum()
 F.normalize(p).sum()
 p.nansum() + p.cumsum(0).sum()
+(p.flatten() * q.view(-1)).sum()
+p.t().reshape(-1)[2:].norm()
+torch.cat([p.view(-1), q.flatten()]).square().sum()
+torch.nn.utils.parameters_to_vector([p, q]).norm()
+p.detach().flatten().topk(2).values
+p.abs().flatten().topk(3).values.sum()
+p.detach().flatten().sort().values
+p.detach().flatten().kthvalue(2).values
+torch.quantile(p.detach(), 0.3)
+torch.histc(p.detach(), 3)
+p.view(-1, 1).t()
+p.unsqueeze(0).flatten(0, 1)
+p.reshape(1, -1).expand(2, -1).sum(0)
+p.unflatten(0, (1, -1)).flatten(1)
 """
 
 
