@@ -86,10 +86,10 @@ def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> 
 
 
 def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
-    """Let ``.item()`` of a partial number of a DTensor (a norm, a sum) be that of the whole tensor: on 2.13.0 it is this rank's
-    part, without a word. ``.numpy()`` and ``.tolist()``, which 2.13.0 refuses, are of the whole tensor too. All ranks of the mesh
-    must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A tensor whose
-    dimension 0 is in another order, `autopar_order`, is put into its own."""
+    """Let ``.item()`` of a partial number of a DTensor (a sum) be that of the whole tensor: on 2.13.0 it is this rank's part,
+    without a word. ``.numpy()``, ``.tolist()`` and ``f"{x:.3f}"``, which 2.13.0 refuses, are of the whole tensor too. All ranks
+    of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A
+    tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
     usual: Any = DTensor.full_tensor
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
@@ -107,8 +107,12 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
         array.flags.writeable = False  # a write would not reach the tensor
         return array
 
+    def text(self: Any, style: str) -> str:
+        return object.__format__(self, style) if self.dim() or self.is_meta else format(self.detach().item(), style)
+
     hooks = ExitStack()
     hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))
+    hooks.enter_context(replaced(DTensor, "__format__", text))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
     hooks.enter_context(replaced(DTensor, "tolist", lambda self: self.full_tensor().tolist()))
     hooks.enter_context(replaced(DTensor, "numpy", numpy))

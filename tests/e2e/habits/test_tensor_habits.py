@@ -163,6 +163,8 @@ def items_by_masks(plan: str) -> None:
                 if p.dim() > 1:
                     p.copy_(torch.renorm(p, 2, 0, 0.5))
             torch.testing.assert_close(whole(mine[name]), whole(theirs[name]), rtol=1e-12, atol=1e-12)
+            lines = [f"{p.mean():.4f} {p.norm() ** 2:.3f} {p.grad.norm():.3f}" for p in (mine[name], theirs[name])]
+            assert lines[0] == lines[1]
             array = mine[name].detach().cpu().numpy()
             assert array.tolist() == mine[name].tolist() == whole(mine[name]).tolist() and not array.flags.writeable
     copies_agree(parallel)

@@ -75,6 +75,9 @@ p.view(-1, 1).t()
 p.unsqueeze(0).flatten(0, 1)
 p.reshape(1, -1).expand(2, -1).sum(0)
 p.unflatten(0, (1, -1)).flatten(1)
+float(f"{p.mean():.4f}")
+float(f"{p.norm() ** 2 + 1:9.3e}")
+float(f"{p.sum()}")
 """
 
 
