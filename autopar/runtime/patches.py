@@ -32,6 +32,7 @@ from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
+from .tensors.reductions import reduce_rightly
 from .tensors.torch_functions import (
     allow_empty_optimizers,
     explain_penalty,
@@ -70,6 +71,7 @@ def _patches() -> ExitStack:
         masked_items,
         fused_updates,
         draw_whole_tensors,
+        reduce_rightly,
         mix_whole_tensors,
         write_through_views,  # calls the handlers above
         refuse_collectives,

@@ -9,10 +9,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
@@ -94,6 +96,18 @@ def in_place_operations() -> list[Any]:
     return operations
 
 
+def loss_pieces() -> dict[Any, Callable[..., Any]]:
+    """Torch's losses with a `reduction`, and their backwards, for which DTensor has no rules, each with a function that computes
+    it by other operations. Seen on 2.13.0: DTensor finds rules by these functions, with numbers of elements that are a part's."""
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    losses = {}
+    for op, run in decomposition_table.items():
+        arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) else ()
+        if op not in rules and any(each.name == "reduction" for each in arguments) and not any(each.is_out for each in arguments):
+            losses[op] = run
+    return losses
+
+
 def _operations(wanted: Callable[[str], bool]) -> list[Any]:
     """The operations of ATen with these names, in order."""
     found = []
@@ -161,6 +175,25 @@ def gathered(value: torch.Tensor) -> torch.Tensor:
     """Return a DTensor as a whole, or any other tensor itself, without a node of autograd."""
     detached = value.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def lacks_rule(error: RuntimeError) -> bool:
+    """Return whether DTensor has no rule for a call, which it says on all ranks. Seen on 2.13.0."""
+    return "Sharding propagation failed" in str(error)
+
+
+def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on whole tensors. All ranks have the results alike."""
+    mesh = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)).device_mesh
+    args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
+    return tree_map_only(torch.Tensor, lambda result: replicated(result, mesh), op(*args, **kwargs))
+
+
+def has_empty_part(value: DTensor) -> bool:
+    """Return whether a rank has no elements of a tensor that has some. All ranks know."""
+    sizes = tuple(value.device_mesh.shape)
+    last = [size - 1 for size in sizes]
+    return any(extent and not _indices_of(extent, dim, value.placements, sizes, last) for dim, extent in enumerate(value.shape))
 
 
 def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,20 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import boxes, gathered, local_of, operations_of_shards, own_part, replace_local, replicated, usual_operation, whole
+from .dtensor import (
+    boxes,
+    gathered,
+    local_of,
+    on_whole_tensors,
+    operations_of_shards,
+    own_part,
+    replace_local,
+    usual_operation,
+    whole,
+)
 
 _Owner = TypeVar("_Owner")
 
@@ -86,10 +96,10 @@ def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> 
 
 
 def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
-    """Let ``.item()`` of a partial number of a DTensor (a norm, a sum) be that of the whole tensor: on 2.13.0 it is this rank's
-    part, without a word. ``.numpy()`` and ``.tolist()``, which 2.13.0 refuses, are of the whole tensor too. All ranks of the mesh
-    must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A tensor whose
-    dimension 0 is in another order, `autopar_order`, is put into its own."""
+    """Let ``.item()`` of a partial number of a DTensor (a sum) be that of the whole tensor: on 2.13.0 it is this rank's part,
+    without a word. ``.numpy()``, ``.tolist()`` and ``f"{x:.3f}"``, which 2.13.0 refuses, are of the whole tensor too. All ranks
+    of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A
+    tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
     usual: Any = DTensor.full_tensor
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
@@ -107,8 +117,12 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
         array.flags.writeable = False  # a write would not reach the tensor
         return array
 
+    def text(self: Any, style: str) -> str:
+        return object.__format__(self, style) if self.dim() or self.is_meta else format(self.detach().item(), style)
+
     hooks = ExitStack()
     hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))
+    hooks.enter_context(replaced(DTensor, "__format__", text))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
     hooks.enter_context(replaced(DTensor, "tolist", lambda self: self.full_tensor().tolist()))
     hooks.enter_context(replaced(DTensor, "numpy", numpy))
@@ -142,8 +156,7 @@ def masked_items() -> AbstractContextManager[None]:
     def get(op: Any, args: Any, kwargs: Any) -> Any:
         if op is aten.index.Tensor and not any(map(_is_mask, args[1])):
             return usual_operation(op, args, kwargs)
-        mesh = next(each for each in tree_leaves(args) if isinstance(each, DTensor)).device_mesh
-        return replicated(op(*tree_map_only(DTensor, gathered, args), **kwargs), mesh)
+        return on_whole_tensors(op, args, kwargs)
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
@@ -157,7 +170,8 @@ def masked_items() -> AbstractContextManager[None]:
             x._local_tensor.copy_(own_part(x, full))
         return x
 
-    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default)
+    # 2.13.0 gives the shape of the first topk to those of other k
+    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default, aten.topk.default)
     return shard_operations({**dict.fromkeys(gets, get), aten.index_put_.default: put})
 
 

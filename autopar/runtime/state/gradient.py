@@ -152,6 +152,9 @@ class StageNorms(torch.Tensor):
             raise _combined(word)
         return _norms(result, stage, names if result.dim() else names[:1])
 
+    def __format__(self, style: str) -> str:  # torch's is of its own class alone
+        return format(self.as_subclass(torch.Tensor), style)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 

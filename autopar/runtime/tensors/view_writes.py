@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
-from ..compat.dtensor import gathered, in_place_operations, local_of, operations_of_shards, own_part, usual_operation
+from ..compat.dtensor import (
+    gathered,
+    in_place_operations,
+    lacks_rule,
+    local_of,
+    on_whole_tensors,
+    operations_of_shards,
+    own_part,
+    usual_operation,
+)
 from ..compat.hooks import shard_operations
 from ..errors import StateError
 from ..step.same_batch import checksum
@@ -24,7 +33,7 @@ from .random_draws import ranks_agree
 
 _VIEWS = (
     *("select", "slice", "view", "unsqueeze", "squeeze", "t", "transpose", "permute", "split", "split_with_sizes", "diagonal"),
-    *("unfold", "expand", "alias", "detach"),
+    *("unfold", "expand", "alias", "detach", "_unsafe_view"),
 )
 Operation = Callable[[Any, Any, Any], Any]
 
@@ -58,8 +67,14 @@ def write_through_views() -> AbstractContextManager[None]:
 
 
 def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
-    """Make a view, and note its source where a write into it would not reach that, and that it is one of a parameter."""
-    results = usual_operation(op, args, kwargs)
+    """Make a view, of the whole tensor where 2.13.0 has no rule (``p.flatten()`` of uneven shards). Note its source where a write
+    into it would not reach that, and that it is one of a parameter."""
+    try:
+        results = usual_operation(op, args, kwargs)
+    except RuntimeError as error:
+        if not lacks_rule(error):
+            raise
+        results = on_whole_tensors(op, args, kwargs)
     source = args[0]
     aliases = source.__dict__.get("autopar_aliases")
     for position, view in enumerate(results) if isinstance(results, (list, tuple)) else ((None, results),):

@@ -232,14 +232,17 @@ def backward_left_out_on_one_rank(plan: str) -> str:
 
 
 def penalty(plan: str) -> None:
-    """L2 and L1, in the loss or with a backward of their own; outside of the program as an ordinary tensor."""
+    """L2, L1 and a loss to where they were, in the loss or with a backward of their own; outside of the program as an ordinary
+    tensor."""
 
     def run(model: nn.Module, apart: bool) -> list[float]:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        start = [p.detach() * 0.5 for p in model.parameters()]
         for seed in range(3):
             optimizer.zero_grad(set_to_none=seed < 2)
             own = [p for p in model.parameters() if p.requires_grad and p.numel()]
             more = 1e-2 * sum((p**2).sum() for p in own) + 1e-2 * sum(p.abs().sum() for p in own)
+            more = more + sum(nn.functional.mse_loss(p, q) for p, q in zip(own, start, strict=True))
             loss = model(**batch(seed))
             if apart:
                 loss.backward()

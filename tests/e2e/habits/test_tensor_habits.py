@@ -159,9 +159,13 @@ def items_by_masks(plan: str) -> None:
                 p[p < 0] = p[p < 0] * 2
                 p[p.abs() < 0.01] = 0.3
                 p.add_(torch.masked_select(p, p > 0).sum() * 0.01 + len(torch.nonzero(p > 0)))
+                p.add_((p.norm(dim=0).sum() + p.norm().expand(3).sum()) * 0.01 + (p > 0.2).any(0).sum() + (p > 0).any().float())
+                p.add_(sum(p.view(-1).topk(k).values.sum() * 0.01 for k in (2, 3)) + torch.quantile(p, 0.3))
                 if p.dim() > 1:
                     p.copy_(torch.renorm(p, 2, 0, 0.5))
             torch.testing.assert_close(whole(mine[name]), whole(theirs[name]), rtol=1e-12, atol=1e-12)
+            lines = [f"{p.mean():.4f} {p.norm() ** 2:.3f} {p.grad.norm():.3f}" for p in (mine[name], theirs[name])]
+            assert lines[0] == lines[1]
             array = mine[name].detach().cpu().numpy()
             assert array.tolist() == mine[name].tolist() == whole(mine[name]).tolist() and not array.flags.writeable
     copies_agree(parallel)

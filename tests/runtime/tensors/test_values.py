@@ -1,0 +1,116 @@
+"""What is computed of sharded parameters has the values and gradients of whole tensors (DTensor of 2.13.0 gets some wrong)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.harness.rank_pool import RankPool
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from autopar.runtime.patches import apply_patches
+
+EXPRESSIONS = """
+F.mse_loss(p, q)
+F.mse_loss(p, q, reduction="sum")
+F.mse_loss(p, q, reduction="none").square().sum()
+F.mse_loss(p, q, weight=q.detach().abs())
+F.l1_loss(p, q)
+F.smooth_l1_loss(p, q)
+F.huber_loss(p, q, delta=0.5) * 2
+F.soft_margin_loss(p, q.detach().sign())
+F.binary_cross_entropy(p.sigmoid(), q.detach().sigmoid())
+F.binary_cross_entropy_with_logits(p, q.detach().sigmoid())
+F.kl_div(p.log_softmax(-1), q.softmax(-1))
+torch.stack([p.norm(), q.norm()]).sum()
+torch.stack([p.norm(), q.norm()]).norm()
+torch.cat([p.norm(dim=0), q.norm(dim=0)]).sum()
+torch.stack(torch._foreach_norm([p, q])).sum()
+p.norm(dim=0).sum()
+p.norm(1, dim=1).mean() + q.norm(3, dim=0, keepdim=True).sum()
+p.norm().expand(3).sum()
+p.norm(dim=0)[1:].sum() ** 2
+p.norm() + 1
+p.norm() * 2 - q.norm()
+p.norm() > q.norm()
+torch.dist(p, q).expand(2).sum()
+torch.linalg.vector_norm(p, 0, dim=0).sum()
+torch.linalg.vector_norm(p, float("inf"), dim=0).sum()
+p.abs().amax(0).sum()
+p.max(0).values.sum() + p.min(1).values.mean()
+p.max() - p.min()
+torch.stack([p.max(), q.max()]).sum()
+torch.stack(p.detach().aminmax()).sum()
+p.detach().prod(0).sum()
+(p.abs() > 1).any(0).sum()
+(p.abs() > 0.1).any(0).float()
+(p.abs() > 0.1).any(1) * 2
+~(p.abs() > 0.1).any(1)
+(p.abs() > 0.1).any().int()
+(p.abs() > 0.3).all(0).sum()
+(p > 0).all(1).float().mean()
+torch.isfinite(p).all().float() * 3
+(p > 0).sum(0).float().std()
+torch.count_nonzero(p > 0) * 2
+p.mean(0).sum() + p.mean().expand(3).sum()
+p.std() + p.var(correction=0) + p.median()
+p.detach().sum(0).norm() + p.detach().mean(0).norm()
+p.logsumexp(0).sum() + p.softmax(0).norm(dim=1).sum()
+torch.nanmean(p) * 2
+F.cosine_similarity(p, q).sum()
+F.normalize(p).sum()
+p.nansum() + p.cumsum(0).sum()
+(p.flatten() * q.view(-1)).sum()
+p.t().reshape(-1)[2:].norm()
+torch.cat([p.view(-1), q.flatten()]).square().sum()
+torch.nn.utils.parameters_to_vector([p, q]).norm()
+p.detach().flatten().topk(2).values
+p.abs().flatten().topk(3).values.sum()
+p.detach().flatten().sort().values
+p.detach().flatten().kthvalue(2).values
+torch.quantile(p.detach(), 0.3)
+torch.histc(p.detach(), 3)
+p.view(-1, 1).t()
+p.unsqueeze(0).flatten(0, 1)
+p.reshape(1, -1).expand(2, -1).sum(0)
+p.unflatten(0, (1, -1)).flatten(1)
+float(f"{p.mean():.4f}")
+float(f"{p.norm() ** 2 + 1:9.3e}")
+float(f"{p.sum()}")
+"""
+
+
+def value(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else torch.as_tensor(x)
+
+
+def results(line: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The value of an expression, and its gradients where it has any."""
+    leaves = [each.detach().requires_grad_() for each in tensors]
+    found = eval(line, {"torch": torch, "F": F, "p": leaves[0], "q": leaves[1]})
+    if isinstance(found, torch.Tensor) and found.requires_grad:
+        (found * 3).sum().backward()
+    return [value(found), *(value(each.grad) for each in leaves if each.grad is not None)]
+
+
+def different_values() -> list[str]:
+    apply_patches()
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    for shape in ((4, 4), (5, 3), (1, 3)):
+        torch.manual_seed(0)
+        whole = torch.randn(2, *shape, dtype=torch.float64)
+        for dim in (0, 1):
+            shards = [distribute_tensor(each, mesh, [Shard(dim)]) for each in whole]
+            for line in EXPRESSIONS.strip().splitlines():
+                try:
+                    torch.testing.assert_close(results(line, *shards), results(line, *whole), rtol=1e-12, atol=1e-12)
+                except (AssertionError, RuntimeError, TypeError) as error:
+                    wrong.append(f"{line} of {shape} by {dim}: {error}")
+    return wrong
+
+
+def test_values_are_those_of_whole_tensors(ranks: RankPool) -> None:
+    for wrong in ranks.run(different_values, world=2):
+        assert not wrong, "\n".join(wrong)
