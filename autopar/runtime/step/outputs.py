@@ -213,7 +213,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
         return LeftOut(path)
     kind, *rest = form
     if kind == "loss":
-        return loss
+        return loss.reshape([1] * rest[0]) if rest else loss
     if kind == "output":
         return outputs[rest[0]]
     if kind == "constant":
