@@ -269,7 +269,7 @@ class Deferred(Parallel):
     def forward(self, *args: Any, **batch: Any) -> Any:
         training = self.training
         built = vars(self)["build"](args, batch)
-        self.__class__ = Parallel  # type: ignore[assignment]
+        self.__class__ = type(built)
         self.__dict__ = built.__dict__
         if self.heartbeat is not None:
             self.heartbeat.stop_with(self)

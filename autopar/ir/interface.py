@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import eq, ge, gt, le, lt, ne
-from typing import Annotated
+from typing import Annotated, Any
 
 import sympy
 from msgspec import Meta
@@ -14,9 +14,9 @@ from autopar.ir.dims import BATCH, parse_size
 from autopar.ir.names import Line, Name
 
 Form = str | int | float | bool | None | tuple["Form", ...]
-"""The form of the model's result: ``("loss",)``; ``("output", path)``; ``("constant", value)``; ``("tuple", (form, ...))``;
-``("list", (form, ...))``; ``("dict", ((key, form), ...))``; ``("class", "module:name", ((field, form), ...))``; None for what is
-left out."""
+"""The form of the model's result: ``("loss",)``, or ``("loss", dims)`` where it has dimensions, of one element; ``("output",
+path)``; ``("constant", value)``; ``("tuple", (form, ...))``; ``("list", (form, ...))``; ``("dict", ((key, form), ...))``;
+``("class", "module:name", ((field, form), ...))``; None for what is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,17 @@ class Interface:
     @property
     def has_loss(self) -> bool:
         """Whether the model returns a loss; else the graph's loss is a stand-in (the sum of all outputs), which nobody gets."""
-        return _holds_loss(self.returns)
+        return loss_path(self.returns) is not None
 
 
-def _holds_loss(form: Form) -> bool:
-    return isinstance(form, tuple) and (form == ("loss",) or any(_holds_loss(part) for part in form))
+def loss_path(form: Form) -> str | None:
+    """The path of the loss in a form (empty: it is the result itself); None where there is none."""
+    kind, *rest = form if isinstance(form, tuple) else (None,)
+    if kind == "loss":
+        return ""
+    parts: Any = rest[-1] if kind in ("tuple", "list", "dict", "class") else ()
+    for key, each in enumerate(parts) if kind in ("tuple", "list") else parts:
+        found = loss_path(each)
+        if found is not None:
+            return f"{key}.{found}" if found else str(key)
+    return None

@@ -30,7 +30,7 @@ from .patches import apply_patches
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.assignments import Assignments
-from .plain.module_tree import mirror_modules, register_further_tensors, register_state
+from .plain.module_tree import MODULE_CONTAINERS, ItemNode, mirror_modules, register_further_tensors, register_state
 from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
@@ -119,6 +119,8 @@ class Parallel(ShardedModule):
         nodes = [] if plain is None else mirror_modules(self, plain)
         register_state(self, state, plain)
         if plain is not None:
+            if isinstance(plain.skeleton, MODULE_CONTAINERS):
+                self.__class__ = ParallelContainer
             plain.complete(state.index.specs, source if callable(source) else source.__getitem__)
             register_further_tensors(self, state, plain)
             program.train(plain.training)
@@ -283,6 +285,10 @@ class Parallel(ShardedModule):
             with self._watch("the copy of the model"):
                 copy = memo[id(self)] = _copied(self)
         return copy
+
+
+class ParallelContainer(ItemNode, Parallel):
+    """A parallel model of an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, whose items it has."""
 
 
 def _pipeline_step(program: Program, state: State, memory: MemoryGuard) -> PipelineStep | PipeDreamStep | None:

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autopar.capture.bind import BoundInputs
-from autopar.capture.results.returned import loss_path, take_apart
+from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.varlen import VarlenAttention, one_at_a_time
 from autopar.errors import CaptureError
+from autopar.ir.interface import loss_path
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
 from autopar.verification.lift import lifting

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from autopar.runtime.step.outputs import build_result
 
 X, Y = torch.randn(4, 6), torch.arange(4) % 3
 
@@ -139,6 +140,27 @@ def test_the_user_says_which() -> None:
     assert returns.has_loss and outputs == ["0"] and returns.returns == ("tuple", (("output", "0"), ("loss",)))
     with pytest.raises(CaptureError, match="one of gradient, full, dtensor, loss"):
         interface(Divergence(), "1:lost")
+
+
+class Shaped(Base):
+    """A loss as scripts for DataParallel write it, alone or beside logits."""
+
+    def __init__(self, shape: list[int], alone: bool) -> None:
+        super().__init__()
+        self.shape, self.alone = shape, alone
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.head(x)
+        loss = F.cross_entropy(logits, y).reshape(self.shape)
+        return loss if self.alone else {"logits": logits, "loss": loss}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("shape", [[], [1], [1, 1]], ids=str)
+def test_a_loss_has_its_shape(shape: list[int], alone: bool) -> None:
+    returns, _ = interface(Shaped(shape, alone))
+    found = build_result(returns.returns, torch.tensor(2.0), {})
+    assert returns.has_loss and list((found if alone else found["loss"]).shape) == shape
 
 
 class Outputs(nn.Module):

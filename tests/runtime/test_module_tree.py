@@ -39,6 +39,17 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class Table(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self["last"](self["first"](x))
+        return y
+
+
+def roots() -> list[Any]:
+    layers = [nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return [nn.Sequential(*layers), Table({"first": layers[0], "last": layers[2]})]
+
+
 def shapes(tensors: Iterable[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(each.shape) for each in tensors]
 
@@ -76,13 +87,35 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+ROOT_QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "items": lambda model: (len(model), bool(model), shapes(model[list(model)[0] if "first" in model else 0].parameters())),
+    "order": lambda model: [each if isinstance(each, str) else isinstance(each, nn.Linear) for each in model],
+    "in": lambda model: ("first" in model, "x" in model),
+    "keys": lambda model: "first" in model and (list(model.keys()), len(model.values())),
+    "slice": lambda model: "first" not in model and [isinstance(each, nn.Tanh) for each in model[:2]],
+    "backward": lambda model: "first" not in model and [isinstance(each, nn.Tanh) for each in reversed(model)],
+}
+
+
+def parallel_of(plain: nn.Module, x: Tensor) -> Any:
+    return autopar.parallelize(copy.deepcopy(plain), "local:1", (x,), cache=False)
+
+
 def differences() -> list[str]:
-    """Of the answers to each question; what the forward does not use has no values."""
+    """Of the answers to each question; what the forward does not use has no values, and what is no container no items."""
     plain, x = Stack(), torch.ones(4, 8)
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:1", (x,), cache=False)
+    parallel = parallel_of(plain, x)
     with pytest.raises(AttributeError, match="Linear.weight is used by no forward"):
         parallel.spare.weight  # noqa: B018
-    return [name for name, ask in QUESTIONS.items() if ask(parallel) != ask(plain)]
+    assert not any(hasattr(parallel, name) for name in ("__len__", "__iter__", "__getitem__"))
+    models = [(root, copy.deepcopy(parallel_of(root, x))) for root in roots()]
+    found = [name for name, ask in ROOT_QUESTIONS.items() for root, each in models if ask(each) != ask(root)]
+    with pytest.raises(autopar.errors.StateError, match="was replaced, added or deleted"):
+        models[0][1].append(nn.Tanh())
+    late = autopar.parallelize(roots()[0], "local:1", cache=False)  # built by its first call
+    late(x)
+    assert len(late) == 3
+    return [name for name, ask in QUESTIONS.items() if ask(parallel) != ask(plain)] + found
 
 
 def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:

@@ -16,7 +16,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
-from autopar.ir.interface import OUTPUT_KINDS, Form
+from autopar.ir.interface import OUTPUT_KINDS, Form, loss_path
 from autopar.runtime.step.outputs import EVERYTHING
 
 _NUMBERS = (SymInt, SymFloat, SymBool)
@@ -57,19 +57,6 @@ def _at(item: Any, path: str) -> Any:
     for key in path.split("."):
         item = dict(_parts(item)).get(key) if item is not None else None
     return item
-
-
-def loss_path(form: Form) -> str | None:
-    """The path of the loss in a form (empty: it is the result itself); None where there is none."""
-    if form == ("loss",):
-        return ""
-    parts = form[-1] if isinstance(form, tuple) and form[0] in ("tuple", "list", "dict", "class") else ()
-    numbered: Any = enumerate(parts) if isinstance(form, tuple) and form[0] in ("tuple", "list") else parts  # type: ignore[arg-type]
-    for key, each in numbered:
-        found = loss_path(each)
-        if found is not None:
-            return f"{key}.{found}" if found else str(key)
-    return None
 
 
 def asked_loss(graph: Graph) -> tuple[str, ...]:
@@ -175,7 +162,7 @@ class _Taking:
         """The form of an item; also fills `outputs`, `left_out` and `seen`."""
         if item is self.loss and item is not None:
             self.seen |= {path} & set(self.asked)
-            return ("loss",)
+            return ("loss", item.dim()) if item.dim() else ("loss",)
         if isinstance(item, Tensor):
             prefixes = {each for each in self.asked if within(path, each)}
             self.seen |= prefixes

@@ -71,9 +71,11 @@ class TreeNode(nn.Module):
             assignments.refuse(self, name)
 
 
-class Container(TreeNode):
-    """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
-    ``isinstance`` it is of the class that it stands for."""
+MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class ItemNode(TreeNode):
+    """A module of the tree whose items are asked for as those of a container of torch."""
 
     def _no_module(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["assignments"].refuse(self)
@@ -83,9 +85,10 @@ class Container(TreeNode):
     @property
     def _items(self) -> Mapping[str, Any]:
         """The modules of a ModuleList, Sequential or ModuleDict; the parameters of a ParameterList or ParameterDict."""
-        if not isinstance(self, (nn.ParameterList, nn.ParameterDict)):
+        module = self.__dict__.get("without_data")
+        if not isinstance(module, (nn.ParameterList, nn.ParameterDict)):
             return self._modules
-        return {name: getattr(self, name) for name in self.__dict__["without_data"]._parameters}
+        return {name: getattr(self, name) for name in module._parameters}
 
     _keys = _items  # of a ParameterDict, whose methods read it
 
@@ -97,7 +100,7 @@ class Container(TreeNode):
             return items[key]
         out = Container()
         out.__dict__["without_data"] = part = self.__dict__["without_data"][key]
-        held: Any = out._parameters if isinstance(self, nn.ParameterList) else out._modules
+        held: Any = out._parameters if isinstance(part, nn.ParameterList) else out._modules
         held.update(zip([*part._parameters, *part._modules], items[key], strict=True))
         return out
 
@@ -111,8 +114,13 @@ class Container(TreeNode):
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        items = self._items
-        return iter(list(items if isinstance(self, (nn.ModuleDict, nn.ParameterDict)) else items.values()))
+        items, module = self._items, self.__dict__.get("without_data")
+        return iter(list(items if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else items.values()))
+
+
+class Container(ItemNode):
+    """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
+    ``isinstance`` it is of the class that it stands for."""
 
     def extra_repr(self) -> str:
         """Return what a module says of itself."""

@@ -175,7 +175,7 @@ class _OnlyTheLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, path: str, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.path = path
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -187,11 +187,14 @@ class _OnlyTheLoss(torch.autograd.Function):
 
 
 class FirstOrder(torch.autograd.Function):
-    """A value whose gradient has no graph of its own: what asks for one (``create_graph=True``) is refused."""
+    """A value whose gradient has no graph of its own: what asks for one (``create_graph=True``) is refused.
+
+    It is no view (``value.view_as(value)``), on which autograd would allow no ``out[:, 0] = 0``; and it has the version of the
+    value, so that the backward of what saved this sees such a change."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -213,7 +216,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
         return LeftOut(path)
     kind, *rest = form
     if kind == "loss":
-        return loss
+        return loss.reshape([1] * rest[0]) if rest else loss
     if kind == "output":
         return outputs[rest[0]]
     if kind == "constant":

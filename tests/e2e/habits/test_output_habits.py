@@ -125,7 +125,7 @@ class Contrastive(nn.Module):
 
 
 def scalar_beside_outputs(force: str) -> None:
-    """The loss is computed outside, of all that the model returns."""
+    """The loss is computed outside, of all that the model returns, and of what changes some of it in place."""
     pair = {"image": examples(1)["x"], "text": examples(2)["x"]}
     if "pp=" in force:
         assert "from a loss outside of the program" in refusal(lambda: parallel_of(Contrastive(), force, pair))
@@ -135,6 +135,8 @@ def scalar_beside_outputs(force: str) -> None:
     losses = []
     for model in (parallel, plain):
         image, text, scale = model(**pair)
+        image[:, 0] = 0
+        text += 1
         losses.append(nn.functional.cross_entropy(scale * image @ text.T, torch.arange(len(image))))
         losses[-1].backward()
     same(*losses)
