@@ -143,7 +143,7 @@ def _solved(
     if unknown:
         raise PlanMismatch(
             f"it reads {unknown[0]}, which the first program does not: call model.train(), and make all adapters active, before "
-            "autopar.parallelize"
+            "autopar.parallelize, and take example inputs with which the forward reads it"
         )
     stored, mesh = stored_placements(plan.graph, first), _mesh(first, data)
     if context > 1:
