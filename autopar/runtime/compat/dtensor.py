@@ -96,7 +96,7 @@ def in_place_operations() -> list[Any]:
     return operations
 
 
-def loss_pieces() -> dict[Any, Callable[..., Any]]:
+def loss_decompositions() -> dict[Any, Callable[..., Any]]:
     """Torch's losses with a `reduction`, and their backwards, for which DTensor has no rules, each with a function that computes
     it by other operations. Seen on 2.13.0: DTensor finds rules by these functions, with numbers of elements that are a part's."""
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs

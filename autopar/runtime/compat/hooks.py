@@ -149,14 +149,9 @@ def data_by_values() -> AbstractContextManager[None]:
 
 
 def masked_items() -> AbstractContextManager[None]:
-    """Let DTensor read and write ``x[mask]``, and do what else 2.13.0 has no rule for, of whole tensors; ``x[mask] = number`` is
-    of the parts where the mask is placed like `x` (in `torch.optim.Rprop`)."""
+    """Let DTensor read and write ``x[mask]``, and do what else 2.13.0 has no right rule for, of whole tensors; ``x[mask] =
+    number`` is of the parts where the mask is placed like `x` (in `torch.optim.Rprop`)."""
     aten = torch.ops.aten
-
-    def get(op: Any, args: Any, kwargs: Any) -> Any:
-        if op is aten.index.Tensor and not any(map(_is_mask, args[1])):
-            return usual_operation(op, args, kwargs)
-        return on_whole_tensors(op, args, kwargs)
 
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
@@ -171,8 +166,9 @@ def masked_items() -> AbstractContextManager[None]:
         return x
 
     # 2.13.0 gives the shape of the first topk to those of other k
-    gets = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default, aten.renorm.default, aten.topk.default)
-    return shard_operations({**dict.fromkeys(gets, get), aten.index_put_.default: put})
+    names = ("index", "index_put", "index_select", "embedding", "masked_select", "nonzero", "renorm", "topk", "allclose")
+    gets = [getattr(aten, name).Tensor if name == "index" else getattr(aten, name).default for name in names]
+    return shard_operations({**dict.fromkeys(gets, on_whole_tensors), aten.index_put_.default: put})
 
 
 def _is_mask(index: Any) -> bool:

@@ -21,15 +21,21 @@ from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
 _MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
-_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
+_OF_SAME = (
+    *("mv", "mm", "bmm", "addmv", "addmm", "dot", "cat", "stack", "where", "masked_fill"),
+    *("index", "index_select", "embedding"),
+)
+"""Of activations and indices, of which a rank may have its own: compared first."""
+_COMPARED = ("isclose", "eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
 _OF_OPTIMIZERS = ("clone", "sqrt", "zeros_like")
 """Of one tensor: here only since `usual_operation` runs what is element-wise faster than DTensor does."""
 _OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
 
 
 def mix_whole_tensors() -> AbstractContextManager[None]:
-    """Teach DTensor the element-wise operations that averages, copies and comparisons of weights are written with."""
-    names = [*_COMPARED, *_OF_OPTIMIZERS, *_MIXED, *(f"{name}_" for name in _MIXED)]
+    """Teach DTensor the operations that averages, copies and comparisons of weights are written with, and products and rows of
+    them."""
+    names = [*_OF_SAME, *_COMPARED, *_OF_OPTIMIZERS, *_MIXED, *(f"{name}_" for name in _MIXED)]
     names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
     handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
     table = operations_of_shards()
@@ -37,8 +43,8 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            if "out" not in overload and op not in table and op not in handlers:
-                handlers[op] = _mixed_by(usual_operation)
+            if "out" not in overload and op not in handlers:
+                handlers[op] = _mixed_by(table.get(op, usual_operation))
     return shard_operations(handlers)
 
 
@@ -67,15 +73,20 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     shards = [each for each in every if isinstance(each, DTensor)]
     plain = [each for each in every if _is_whole(each)]
     for each in shards:
-        _check_pair(each, plain)
+        _check_pair(each, [other for other in plain if other.dtype != torch.bool])
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
         return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
-    if op._schema.is_mutable and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
+    writes = op._schema.is_mutable
+    compared = writes or op._schema.name.removeprefix("aten::") in _OF_SAME
+    if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
         raise StateError(
             "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
             "(seed alike, load it on all), or call parallel.load_state_dict(state)"
+            if writes
+            else f"ranks have different tensors in {op} with a parallel model's parameter or gradient: pass the same on every "
+            "rank, that of the global batch"
         )
 
     def placed(x: Any) -> Any:

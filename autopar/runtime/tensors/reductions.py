@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
-from ..compat.dtensor import has_empty_part, loss_pieces, on_whole_tensors, usual_operation, whole
+from ..compat.dtensor import has_empty_part, loss_decompositions, on_whole_tensors, usual_operation, whole
 from ..compat.hooks import shard_operations
 from ..state.gradient import flat
 
@@ -25,14 +25,14 @@ def reduce_rightly() -> AbstractContextManager[None]:
     """Teach DTensor reductions that are no sums (``p.norm()``, ``(p > 0).any(0)``): whole at once. It would add up their parts
     where they are read (``p.norm(dim=0).sum()``). And losses (``F.mse_loss(p, start)``), each made of operations whose rules are
     right: its own have the mean over a part in the place of that over the whole tensor, in the gradient too."""
-    handlers: dict[Any, Any] = {op: _by_pieces(pieces) for op, pieces in loss_pieces().items()}
+    handlers: dict[Any, Any] = {op: _run_function(function) for op, function in loss_decompositions().items()}
     for packet in (getattr(torch.ops.aten, name) for name in _NO_SUMS):
         handlers.update((getattr(packet, each), _reduce) for each in packet.overloads() if "out" not in each)
     return shard_operations(handlers)
 
 
-def _by_pieces(pieces: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
-    return lambda _, args, kwargs: pieces(*args, **kwargs)
+def _run_function(function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    return lambda _, args, kwargs: function(*args, **kwargs)
 
 
 def _reduce(op: Any, args: Any, kwargs: Any) -> Any:

@@ -135,5 +135,5 @@ def explain_penalty(error: Exception) -> RuntimeProblem | None:
         return None
     return RuntimeProblem(
         "a term of the parameters in a loss outside of the program (a penalty) is a DTensor, whose gradient ordinary tensors do "
-        "not take: add term.full_tensor()"
+        "not take: add term.full_tensor(), or compute it of p.full_tensor()"
     )

@@ -33,7 +33,7 @@ from .random_draws import ranks_agree
 
 _VIEWS = (
     *("select", "slice", "view", "unsqueeze", "squeeze", "t", "transpose", "permute", "split", "split_with_sizes", "diagonal"),
-    *("unfold", "expand", "alias", "detach", "_unsafe_view"),
+    *("unfold", "expand", "alias", "detach", "_unsafe_view", "unbind"),
 )
 Operation = Callable[[Any, Any, Any], Any]
 

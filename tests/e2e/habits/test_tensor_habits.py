@@ -166,6 +166,10 @@ def items_by_masks(plan: str) -> None:
             torch.testing.assert_close(whole(mine[name]), whole(theirs[name]), rtol=1e-12, atol=1e-12)
             lines = [f"{p.mean():.4f} {p.norm() ** 2:.3f} {p.grad.norm():.3f}" for p in (mine[name], theirs[name])]
             assert lines[0] == lines[1]
+            index, q = torch.tensor([0, -1]), torch.ones(theirs[name].shape[-1], 1, dtype=torch.float64)
+            values = ([(p @ q).sum(), p[index].sum(), sum(row.sum() for row in p)] for p in (mine[name], theirs[name]))
+            torch.testing.assert_close(*([*map(whole, each)] for each in values), rtol=1e-12, atol=1e-12)
+            assert torch.allclose(mine[name], mine[name] * 1)
             array = mine[name].detach().cpu().numpy()
             assert array.tolist() == mine[name].tolist() == whole(mine[name]).tolist() and not array.flags.writeable
     copies_agree(parallel)

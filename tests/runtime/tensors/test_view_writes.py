@@ -80,6 +80,10 @@ def what_is_said() -> list[str]:
     with pytest.raises(StateError) as caught:
         shards[torch.tensor([0])] = torch.full((4,), float(torch.distributed.get_rank()))
     said.append(str(caught.value))
+    with pytest.raises(StateError, match="ranks have different tensors in aten.mm.default with a parallel model's parameter"):
+        shards @ torch.full((4, 4), float(torch.distributed.get_rank()))
+    with pytest.raises(StateError, match="pass the same on every rank, that of the global batch"):
+        shards[torch.tensor([torch.distributed.get_rank()])]
     with pytest.raises(RuntimeError, match="leaf Variable") as leaf:
         torch.nn.Parameter(shards)[0].zero_()
     with pytest.raises(IndexError):
