@@ -12,6 +12,7 @@ from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.plain.module_tree import OnAnotherStage
 
 
 class Block(nn.Module):
@@ -120,3 +121,13 @@ def differences() -> list[str]:
 
 def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:
     assert ranks.run(differences, world=1) == [[]]
+
+
+def test_a_parameter_of_another_stage_is_frozen_by_its_flag() -> None:
+    away: Any = torch.ones(2, device="meta").as_subclass(OnAnotherStage)
+    away.message = "on stage 1"
+    for flag in (True, False):
+        away.requires_grad = flag
+        assert away.requires_grad is flag
+    with pytest.raises(autopar.errors.StateError, match="on stage 1"):
+        away.data = torch.zeros(2)

@@ -207,7 +207,9 @@ def export_copy(
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
-        name: torch.empty((size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device=device)
+        name: torch.empty(
+            (size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device=device
+        ).requires_grad_(tensor.requires_grad)
         for name, tensor in tensors.items()
     }
     free = {

@@ -1,4 +1,5 @@
-"""Reads of a forward's code that are no attributes: values of globals and closures, the environment, the clock.
+"""Reads of a forward's code that are no attributes: values of globals and closures, the mode of gradients, the environment, the
+clock.
 
 Found by the names in the code of every function that a forward can reach, of the user's own files only: a library's constants are
 not what scripts change.
@@ -31,6 +32,8 @@ _ENVIRONMENT = (os.environ, os.getenv)
 _CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns)
 _CLOCK_OWNERS = (time, datetime, datetime.datetime, datetime.date)
 _CLOCK_NAMES = frozenset((*(each.__name__ for each in _CLOCKS), "now", "utcnow", "today"))
+_GRADIENT_NAMES = frozenset(("is_grad_enabled", "requires_grad"))
+_INFERENCE_MODE = "is_inference_mode_enabled"
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, functools._lru_cache_wrapper, functools.partial)
 _READS = (("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD"))
 _METHODS = ("__init__", "__call__", "forward", "backward")
@@ -38,8 +41,8 @@ _METHODS = ("__init__", "__call__", "forward", "backward")
 
 class Code(NamedTuple):
     """The reads of the code of a forward. `names`: what is to be compared before each call. `modules`: by name, those that are no
-    part of the model. `outside`: lines that read the environment or the clock. `owners`: functions and classes of the user's own,
-    which may have attributes; `caches`: functions under ``functools.lru_cache``."""
+    part of the model. `outside`: lines that read the environment, the clock or the inference mode. `owners`: functions and
+    classes of the user's own, which may have attributes; `caches`: functions under ``functools.lru_cache``."""
 
     names: tuple[NamedValue, ...]
     modules: Mapping[str, nn.Module]
@@ -93,6 +96,16 @@ class _ClassValues(NamedTuple):
 
     def __delitem__(self, name: str) -> None:
         delattr(self.kind, name)
+
+
+class _GradientMode:
+    """The answer of ``torch.is_grad_enabled()``, under any name."""
+
+    def get(self, name: str, default: Any, /) -> Any:
+        return torch.is_grad_enabled()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        torch.set_grad_enabled(value)
 
 
 class _Walk:
@@ -179,6 +192,11 @@ class _Walk:
                 self.add(_member(kind, name))
         # An attribute may be called like a global that the script sets in every step (`loss`).
         used = _used_names(code)
+        words = used.attributes.union(used.globals_read)
+        if words & _GRADIENT_NAMES:
+            self.names[0, ""] = NamedValue("torch.is_grad_enabled()", _GradientMode(), "")
+        if _INFERENCE_MODE in words:
+            self.outside.append(f"{_line(code, _INFERENCE_MODE)} asks torch.{_INFERENCE_MODE}()")
         for name in used.globals_set:
             at = function.__globals__
             self.names.setdefault((id(at), name), NamedValue(f"{function.__module__}.{name}", at, name))

@@ -230,7 +230,7 @@ class OnAnotherStage(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         word = getattr(func, "__name__", "").strip("_")
-        if word == "get":  # of a property
+        if word == "get" or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # of a property
             word = getattr(getattr(func, "__self__", None), "__name__", word)
         if word in _KNOWN:
             return without_overrides(func, *args, **(kwargs or {}))

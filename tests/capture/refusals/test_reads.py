@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from autopar.capture import capture
 from autopar.capture.state.reads import recorded_reads
@@ -132,6 +132,54 @@ def test_inherited_attributes_of_global_classes(kind: type, name: str, monkeypat
     assert [each for each, _ in frozen.changed()] == expected
     monkeypatch.undo()
     assert frozen.changed() == ()
+
+
+class Gradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() if torch.is_grad_enabled() else x.sin()
+
+
+class NamedGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() if is_grad_enabled() else x.sin()
+
+
+class InputGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() if x.requires_grad else x.sin()
+
+
+@pytest.mark.parametrize("kind", [Gradients, NamedGradients, InputGradients])
+def test_a_forward_that_asks_for_gradients_is_another_one_without(kind: type) -> None:
+    frozen = FrozenReads(copy_without_data(kind(), None), Reads(), code_of(kind()).names)
+    x = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        assert frozen.changed() == (("torch.is_grad_enabled()", "False"),)
+        x = x.detach()
+        ops = {node.op for block in capture(kind(), (x,)).blocks for node in block.nodes}
+        assert "aten.sin" in ops and "aten.exp" not in ops
+    assert frozen.changed() == ()
+
+
+def test_a_forward_sees_which_inputs_take_gradients() -> None:
+    x = torch.ones(4)
+    ops = {node.op for block in capture(InputGradients(), (x.requires_grad_(),)).blocks for node in block.nodes}
+    assert "aten.exp" in ops and "aten.sin" not in ops
+
+
+def test_libraries_may_ask_for_gradients() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2)  # which asks torch.is_grad_enabled()
+    assert code_of(nn.Sequential(layer)).names == ()
+
+
+class InferenceMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.is_inference_mode_enabled() else x + 1
+
+
+def test_the_inference_mode_is_warned_of() -> None:
+    line = InferenceMode.forward.__code__.co_firstlineno + 1
+    assert code_of(InferenceMode()).outside == (f"{__file__}:{line} asks torch.is_inference_mode_enabled()",)
 
 
 class Stateful(nn.Module):

@@ -229,6 +229,18 @@ def change_a_closure(plan: str) -> None:
         equals_one_process(parallel, reference, steps=1)
 
 
+def ask_for_gradients(plan: str) -> None:
+    """Each answer has a program of its own, in both modes, and none is made twice."""
+    ask = lambda model, x: 1.0 if torch.is_grad_enabled() else 3.0 if model.training else 2.0  # noqa: E731
+    parallel, reference = start(computing(ask)), computing(ask)
+    for _ in range(2):
+        equals_one_process(parallel, reference, steps=1)
+        for training in (False, True):
+            with torch.no_grad():
+                torch.testing.assert_close(parallel.train(training)(**batch()), reference.train(training)(**batch()))
+    assert programs(parallel) == 3
+
+
 WEIGHTS = torch.ones((), dtype=torch.float64)
 OUTSIDE = nn.Linear(1, 1).double()
 
