@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
@@ -58,17 +60,18 @@ def write_through_views() -> AbstractContextManager[None]:
     """Teach DTensor to write into parts of a tensor; after other changes of its operations, which this one calls."""
     table = operations_of_shards()
     handlers: dict[Any, Operation] = {}
+    make_view = partial(_make_view, WeakIdKeyDictionary())
     for name in _VIEWS:
         packet = getattr(torch.ops.aten, name)
-        handlers.update((getattr(packet, overload), _make_view) for overload in packet.overloads() if "out" not in overload)
+        handlers.update((getattr(packet, overload), make_view) for overload in packet.overloads() if "out" not in overload)
     for op in in_place_operations():
         handlers[op] = _writing_by(table.get(op, usual_operation))
     return shard_operations(handlers)
 
 
-def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
+def _make_view(aliases_of: WeakIdKeyDictionary, op: Any, args: Any, kwargs: Any) -> Any:
     """Make a view, of the whole tensor where 2.13.0 has no rule (``p.flatten()`` of uneven shards). Note its source where a write
-    into it would not reach that, and that it is one of a parameter."""
+    into it would not reach that, and that it is one of a parameter (`aliases_of`: by view, all of that parameter)."""
     try:
         results = usual_operation(op, args, kwargs)
     except RuntimeError as error:
@@ -76,13 +79,12 @@ def _make_view(op: Any, args: Any, kwargs: Any) -> Any:
             raise
         results = on_whole_tensors(op, args, kwargs)
     source = args[0]
-    aliases = source.__dict__.get("autopar_aliases")
+    aliases = source.__dict__.get("autopar_aliases", aliases_of.get(source))
     for position, view in enumerate(results) if isinstance(results, (list, tuple)) else ((None, results),):
         if isinstance(view, DTensor) and ("autopar_view" in source.__dict__ or _is_copy(view, source)):
             view.__dict__["autopar_view"] = ViewSource(source, op, args[1:], kwargs, position)
         if isinstance(view, DTensor) and aliases is not None:
-            view.__dict__["autopar_aliases"] = aliases
-            aliases[id(view)] = view
+            aliases_of[view], aliases[id(view)] = aliases, view
     return results
 
 

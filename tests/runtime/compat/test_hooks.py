@@ -118,24 +118,27 @@ def masked() -> tuple[list[list[float]], list[list[float]], list[float]]:
     return x.full_tensor().tolist(), other.full_tensor().tolist(), whole.full_tensor().tolist()
 
 
-def _set_data() -> tuple[float, float]:
-    """What a DTensor has after its ``.data`` was set, without and with something that fills it."""
+def _set_data() -> tuple[float, float, float]:
+    """What a DTensor has after its ``.data`` was set: by torch, by the hook, and with something that fills it."""
     from torch.distributed.tensor import init_device_mesh
 
     mesh = init_device_mesh("cpu", (4,))
-    plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(2))
+    kept, plain, filled = (torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()])) for _ in range(3))
     given: list[torch.Tensor] = []
     filled.autopar_values = type("Values", (), {"fill": staticmethod(given.append)})()  # type: ignore[attr-defined]
+    usual: Any = torch.Tensor.data
+    usual.__set__(kept, kept.data * 3)
     with hooks.data_by_values():
         for parameter in (plain, filled):
             parameter.data = parameter.data * 3
     assert len(given) == 1
-    return float(plain.to_local().sum()), float(given[0].to_local().sum())  # type: ignore[attr-defined]
+    found = (each.to_local().sum() for each in (kept, plain, given[0]))  # type: ignore[attr-defined]
+    return tuple(map(float, found))  # type: ignore[return-value]
 
 
 def test_data_of_a_dtensor(ranks: RankPool) -> None:
     """On 2.13.0 it keeps its shard: once this fails, `data_by_values` may go."""
-    assert ranks.run(_set_data) == [(2.0, 6.0)] * 4
+    assert ranks.run(_set_data) == [(2.0, 6.0, 6.0)] * 4
 
 
 def test_masked_writes(ranks: RankPool) -> None:
