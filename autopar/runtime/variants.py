@@ -241,7 +241,7 @@ class Variants:
             return self._find(plain)
         if usual is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
             fixed = next(fixed for fixed in (0, call.batch) if self.programs.get((call.key, fixed)) is variant)
-            self.programs[plain.key, fixed] = self.programs.pop((call.key, fixed))
+            self._keep(plain, fixed, self.programs.pop((call.key, fixed)))
         return variant
 
     def _lookup(self, call: KeyedCall) -> Variant | None:
@@ -262,10 +262,14 @@ class Variants:
             self.uneven[call.key] = parts
         uneven_batch = call.batch if parts.uneven else 0
         variant = self._load(parts, self.first.program.mesh.for_variant(parts.whole_batch, uneven_batch, context=parts.context))
-        other_branch = call.batch if (call.key, 0) in self.programs else 0  # whose conditions this batch does not fulfil
-        self.programs[call.key, uneven_batch or parts.fixed_batch or other_branch] = variant
+        self._keep(call, uneven_batch or parts.fixed_batch, variant)
         self._evict()
         return variant
+
+    def _keep(self, call: KeyedCall, fixed: int, variant: Variant) -> None:
+        """Keep a variant for calls of any batch, or of the batch that it is `fixed` to: that of the call where the batch takes
+        another branch than the variant for any."""
+        self.programs[call.key, fixed or (call.batch if (call.key, 0) in self.programs else 0)] = variant
 
     def _load(self, parts: VariantParts, mesh: MeshHandle) -> Variant:
         """Return the variant with the weights of the first one."""

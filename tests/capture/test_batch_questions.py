@@ -76,6 +76,21 @@ def test_a_batch_of_one_has_its_own_branch() -> None:
     assert graph_of(lambda x: x.shape[1] > 1, 1).batch_is_symbolic
 
 
+class Checked(nn.Module):
+    """Refuses large numbers, which it reads from the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max().item() >= 5:
+            raise ValueError("too large")
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_a_question_about_data_is_none_about_the_batch(batch: int) -> None:
+    graph = capture(Checked(), (torch.ones(batch, dtype=torch.long) + 0.0,))
+    assert graph.batch_is_symbolic and graph.interface is not None and not graph.interface.batch_conditions
+
+
 def test_what_torch_asks_is_no_condition() -> None:
     graph = capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.ones(8, 4),))
     assert graph.interface is not None and not graph.interface.batch_conditions

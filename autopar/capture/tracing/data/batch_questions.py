@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
 
 from autopar.capture.tracing.places import is_users
@@ -43,7 +44,7 @@ def batch_questions() -> Iterator[list[Question]]:
 
     def ask(condition: Any) -> bool:
         answer: bool = usual(condition)
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_users(sys._getframe(1).f_code.co_filename) and not free_unbacked_symbols(condition):  # of data: `checks`
             found.append(Question(condition.node.expr, answer))
         return answer
 
