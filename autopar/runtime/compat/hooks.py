@@ -153,6 +153,9 @@ def masked_items() -> AbstractContextManager[None]:
     number`` is of the parts where the mask is placed like `x` (in `torch.optim.Rprop`)."""
     aten = torch.ops.aten
 
+    def get(op: Any, args: Any, kwargs: Any) -> Any:
+        return (on_whole_tensors if any(map(_is_mask, args[1])) else usual_operation)(op, args, kwargs)
+
     def put(op: Any, args: Any, kwargs: Any) -> Any:
         x, indices, value, *more = args
         if not any(map(_is_mask, indices)) or not isinstance(x, DTensor) or any(each.is_partial() for each in x.placements):
@@ -166,9 +169,9 @@ def masked_items() -> AbstractContextManager[None]:
         return x
 
     # 2.13.0 gives the shape of the first topk to those of other k
-    names = ("index", "index_put", "index_select", "embedding", "masked_select", "nonzero", "renorm", "topk", "allclose")
-    gets = [getattr(aten, name).Tensor if name == "index" else getattr(aten, name).default for name in names]
-    return shard_operations({**dict.fromkeys(gets, on_whole_tensors), aten.index_put_.default: put})
+    names = ("index_put", "masked_select", "nonzero", "renorm", "topk", "allclose")
+    gets = dict.fromkeys((getattr(aten, name).default for name in names), on_whole_tensors)
+    return shard_operations({**gets, aten.index.Tensor: get, aten.index_put_.default: put})
 
 
 def _is_mask(index: Any) -> bool:

@@ -18,6 +18,7 @@ from ..state.gradient import flat
 _NO_SUMS = (
     *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist", "norm", "linalg_vector_norm"),
     *("_foreach_norm", "_foreach_max"),
+    "embedding",  # rows of other ranks are left out by a mask, which a sum of the result forgets
 )
 
 
