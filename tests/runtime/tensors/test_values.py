@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from support.harness.rank_pool import RankPool
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from autopar.runtime.patches import apply_patches
 
@@ -135,3 +135,22 @@ def different_values() -> list[str]:
 def test_values_are_those_of_whole_tensors(ranks: RankPool) -> None:
     for wrong in ranks.run(different_values, world=2):
         assert not wrong, "\n".join(wrong)
+
+
+def lookups() -> list[str]:
+    """The placements of rows, by ids of another rank's examples, or of columns that are sharded."""
+    apply_patches()
+    mesh = init_device_mesh("cpu", (2,))
+    rows, ids = torch.ones(6, 4), torch.arange(6)
+    examples, all_ids = (distribute_tensor(ids, mesh, [each]) for each in (Shard(0), Replicate()))
+    columns = distribute_tensor(rows, mesh, [Shard(1)])
+    found = (
+        F.embedding(examples, distribute_tensor(rows, mesh, [Replicate()])),
+        F.embedding(all_ids, columns), columns.index_select(0, all_ids), columns[all_ids],
+    )  # fmt: skip
+    return [str(each.placements[0]) for each in found if isinstance(each, DTensor)]
+
+
+def test_lookups_keep_the_shards_of_other_models(ranks: RankPool) -> None:
+    """What is taught to DTensor holds in the whole process."""
+    assert ranks.run(lookups, world=2) == [["S(0)", "S(1)", "S(1)", "S(1)"]] * 2
