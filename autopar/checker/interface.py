@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from autopar.checker.shards import MICRO, PARTIAL, Axes, Cut, Kind, Kinds, NotPr
 from autopar.checker.text import CallsText
 from autopar.ir.dims import has_batch, shape_at
 from autopar.ir.graph import Graph, Value
+from autopar.ir.interface import BatchCondition
 from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.plan import Candidate
 
@@ -63,9 +65,19 @@ class ProgramInterface:
                 "defaults": ({each.path: each.constant for each in others if each.optional}, {}),
                 "batch_dims": (dict(interface.batch_dims), {}),
             }
+            self._check_branches(interface.batch_conditions)
         for name, (value, default) in wanted.items():
             if flags.get(name, default) != value:
                 raise NotProven(line, f"{name} is {str(flags.get(name, default))[:60]}, and {str(value)[:60]} for the model")
+
+    def _check_branches(self, conditions: Sequence[BatchCondition]) -> None:
+        """The batches for which callers are told that the program is the model: those of its branches."""
+        method = self.program.methods.get("takes_batch")
+        said = "" if method is None else "\n".join(map(ast.unparse, method.body))
+        sizes = (f"({each.size}) {each.sign} 0".replace("B", "B_all") for each in conditions)
+        wanted = ast.unparse(ast.parse(f"return {' and '.join(sizes)}")) if conditions else ""
+        if said != wanted or (method is not None and ast.unparse(method.args) != "B_all"):
+            raise NotProven(self.program.line, f"takes_batch is {said[:60]!r}, and {wanted[:60]!r} for the model")
 
     def input(self, value: Value) -> Passed:
         flags, line = self.program.flags, self.program.line

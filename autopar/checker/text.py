@@ -161,6 +161,10 @@ def _check_import(node: ast.Import | ast.ImportFrom) -> None:
             raise refuse(node, f"it imports {full}, which no program does")
 
 
+STATIC = {"takes_batch": ["staticmethod"]}
+"""The decorators of methods that have one."""
+
+
 def _members(node: ast.ClassDef) -> Iterator[tuple[str, ast.stmt]]:
     """Attributes and methods by name, each once."""
     seen = set[str]()
@@ -169,7 +173,7 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, ast.stmt]]:
             continue
         if isinstance(each, ast.Assign) and len(each.targets) == 1 and isinstance(each.targets[0], ast.Name):
             name = each.targets[0].id
-        elif isinstance(each, ast.FunctionDef) and not each.decorator_list:
+        elif isinstance(each, ast.FunctionDef) and [*map(ast.unparse, each.decorator_list)] == STATIC.get(each.name, []):
             name = each.name
         else:
             raise refuse(each, "a class has attributes and methods only")
@@ -254,7 +258,7 @@ def _calls(node: ast.ClassDef, blocks: Mapping[str, BlockText]) -> tuple[CallsTe
         if isinstance(each, ast.FunctionDef):
             if name == "__init__":
                 instances = dict(_instances(each, blocks))
-            elif name in ("forward", "count", "micro_batch_size"):
+            elif name in ("forward", "count", "micro_batch_size", "takes_batch"):
                 methods[name] = each
             else:
                 raise refuse(each, f"a program has no method {name}")

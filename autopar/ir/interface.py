@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import eq, ge, gt, le, lt, ne
 from typing import Annotated, Any
 
-import sympy
 from msgspec import Meta
 
-from autopar.ir.dims import BATCH, parse_size
 from autopar.ir.names import Line, Name
 
 Form = str | int | float | bool | None | tuple["Form", ...]
@@ -56,26 +52,16 @@ class Output:
         return f"{self.path}:{self.kind}"
 
 
-CONDITIONS = {"==": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
+CONDITIONS = ("==", "!=", "<", "<=", ">", ">=")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCondition:
-    """A condition on the batch, under which the forward takes the branches that the graph has: a size in ``B``, and how it
-    compares with zero."""
+    """A condition on the global batch, under which the forward takes the branches that the graph has: a size in ``B``, whose
+    quotients are floor divisions, and how it compares with zero."""
 
     size: Line
     sign: Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(CONDITIONS)})\Z")]
-
-    def holds(self, batch: int) -> bool:
-        """Return whether it holds for a batch."""
-        return _holds(self.size, self.sign, batch)
-
-
-@lru_cache(maxsize=4096)
-def _holds(size: str, sign: str, batch: int) -> bool:
-    value = parse_size(size).subs(sympy.Symbol(BATCH, integer=True, positive=True), batch)
-    return bool(CONDITIONS[sign](value, 0))
 
 
 @dataclass(frozen=True, slots=True)

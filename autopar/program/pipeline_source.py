@@ -12,7 +12,7 @@ from autopar.passes.readable_names import RESERVED
 from autopar.program.block_source import INDENT, batch_size_source
 from autopar.program.calls_source import CallsWriter, fresh_variable
 from autopar.program.checks import comment, docstring, quoted, size_source
-from autopar.program.program_attributes import program_attributes, return_values, write_totals
+from autopar.program.program_attributes import batch_method, program_attributes, return_values, write_totals
 
 WIDTH = 110
 
@@ -46,6 +46,7 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
         f"{INDENT}loss_dtype = {quoted(lowered.chunks[-1].sends[0].dtype)}",
         "",
         *writer.init_method(),
+        *batch_method(lowered.interface),
         *totals.method(lowered),
         f"{INDENT}def micro_batch_size(self{arguments}):",
         f'{INDENT * 2}"""B, of one micro-batch."""',

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.ir.dims import BATCH
 from autopar.ir.interface import Interface
 from autopar.ir.placement import Shard, parse_placement
 from autopar.passes.lowered import Lowered, LoweredOutput
 from autopar.program.block_source import INDENT
 from autopar.program.calls_source import CallsWriter
-from autopar.program.checks import quoted
+from autopar.program.checks import quoted, size_source
+from autopar.program.expressions import WHOLE_BATCH
 
 WIDTH = 110
 
@@ -75,6 +77,16 @@ def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
         ("totals", _dict(zip(totals.names, map(quoted, totals.ops), strict=True)), "over all micro-batches, before the first"),
     )
     return [f"{INDENT}{name} = {text}{f'  # {comment}' if comment else ''}" for name, text, comment in rows if text]
+
+
+def batch_method(interface: Interface | None) -> list[str]:
+    """``def takes_batch``, where the forward has branches on the size of the batch."""
+    if interface is None or not interface.batch_conditions:
+        return []
+    sizes = (size_source(each.size).replace(BATCH, WHOLE_BATCH) for each in interface.batch_conditions)
+    conditions = (f"{size} {each.sign} 0" for size, each in zip(sizes, interface.batch_conditions, strict=True))
+    head = [f"{INDENT}@staticmethod", f"{INDENT}def takes_batch({WHOLE_BATCH}):"]
+    return [*head, f"{INDENT * 2}return {' and '.join(conditions)}", ""]
 
 
 def return_values(names: Iterable[str], outputs: Iterable[LoweredOutput]) -> str:

@@ -11,7 +11,7 @@ from autopar.program.block_source import INDENT, block_class_lines
 from autopar.program.calls_source import CallsWriter
 from autopar.program.checks import docstring
 from autopar.program.pipeline_source import pipeline_classes
-from autopar.program.program_attributes import program_attributes, return_values, write_totals
+from autopar.program.program_attributes import batch_method, program_attributes, return_values, write_totals
 
 RUNTIME = "autopar.runtime"
 
@@ -76,6 +76,7 @@ def _program_class(lowered: Lowered) -> list[str]:
         *program_attributes(lowered, totals),
         "",
         *writer.init_method(),
+        *batch_method(lowered.interface),
         *totals.method(lowered),
         f"{INDENT}def forward(self{arguments}{''.join(f', {name}' for name in totals.names)}):",
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),

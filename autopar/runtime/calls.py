@@ -20,7 +20,7 @@ from .pipeline.pipeline_step import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
 from .state.fsdp import begin_call, reshard_all
-from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, local_inputs, plain_inputs
+from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, check_branches, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import build_result, plain_result, returned_outputs
@@ -168,6 +168,8 @@ class Calls:
                 whole = bind_named_batch(program, first)
             else:
                 whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+            if self.variants is None:
+                check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
             inputs = plain_inputs(whole) if local else local_inputs(program, whole)
             if comparing is not None:
                 stated.update(stated_step(self.program.mesh, self.program_digest, whole, own_part=local))

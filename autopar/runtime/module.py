@@ -166,6 +166,11 @@ class Program(RootModule):
         """Return the numbers of this micro-batch whose totals over the whole batch the loss needs (such as the valid targets)."""
         return {}
 
+    @staticmethod
+    def takes_batch(B_all: int) -> bool:
+        """Return whether the model's forward takes the branches of this program for a global batch of that size."""
+        return True
+
     @property
     def state_program(self) -> Program:
         """The program that holds the weights: this one, unless they are lent (`state.lend`)."""

@@ -114,8 +114,7 @@ class Parallel(ShardedModule):
         step = _pipeline_step(program, state, memory)
         schedule = step if isinstance(step, PipelineStep) else None
         graph = None if stream is None else step_graph(program, state, stream, schedule)
-        interface = None if plan is None else plan.graph.interface
-        first = Variant(program, form, state, step, graph=graph, conditions=interface.batch_conditions if interface else ())
+        first = Variant(program, form, state, step, graph=graph)
         nodes = [] if plain is None else mirror_modules(self, plain)
         register_state(self, state, plain)
         if plain is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,10 @@ MANY_VALUES = 4
 LOGGER = logging.getLogger("autopar")
 
 
-class Condition(Protocol):
-    """A condition on the batch, under which a forward takes the branches of a program."""
-
-    def holds(self, batch: int) -> bool: ...
-
-
 class VariantParts(NamedTuple):
     """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
     `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: so many
-    share an example, and shard its sequence. `reads`: of its capture. `conditions`: on the batch, see `Variant`."""
+    share an example, and shard its sequence. `reads`: of its capture."""
 
     program: type[Program]
     form: Any
@@ -62,13 +56,12 @@ class VariantParts(NamedTuple):
     uneven: bool = False
     reads: Reads = Reads()
     context: int = 1
-    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(eq=False)
 class Variant:
     """A program that computes with the weights of the first one. `whole_batch`: every data rank computes the whole batch, and its
-    gradients count as one part of their sum. `conditions`: what the batch fulfils, for which the forward takes its branches."""
+    gradients count as one part of their sum."""
 
     program: Program
     form: Any
@@ -77,7 +70,6 @@ class Variant:
     whole_batch: bool = False
     fixed_batch: int = 0
     graph: StepGraph | None = None
-    conditions: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
         self.training = self.program.training
@@ -141,11 +133,6 @@ def division_of(batch: int, ranks: int, micro_batches: int, uneven: bool) -> str
         return "micro-batches" if parts == micro_batches else f"{parts} micro-batches"
     shared = f"by {gcd(batch, ranks)} of {ranks} data ranks"
     return f"uneven, {shared}" if uneven and batch > ranks else f"{shared}, {parts_of(batch)} micro-batches"
-
-
-def fulfils(batch: int, conditions: tuple[Condition, ...]) -> bool:
-    """Return whether a batch fulfils all conditions."""
-    return all(each.holds(batch) for each in conditions)
 
 
 MakeVariant = Callable[[KeyedCall, nn.Module], VariantParts]
@@ -240,14 +227,19 @@ class Variants:
             self.incomplete.add(plain.key)
             return self._find(plain)
         if usual is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
-            fixed = next(fixed for fixed in (0, call.batch) if self.programs.get((call.key, fixed)) is variant)
-            self._keep(plain, fixed, self.programs.pop((call.key, fixed)))
+            fixed = next(fixed for fixed in self._batches(call) if self.programs.get((call.key, fixed)) is variant)
+            self._keep(plain, max(fixed, 0), self.programs.pop((call.key, fixed)))
         return variant
 
+    def _batches(self, call: KeyedCall) -> Iterator[int]:
+        """Yield the second keys of the programs that may take a call: 0 is any batch, a number that alone, and a negative one any
+        batch of the branches of the forward that this many examples took first."""
+        yield from (0, call.batch, *(batch for key, batch in self.programs if batch < 0 and key == call.key))
+
     def _lookup(self, call: KeyedCall) -> Variant | None:
-        for fixed in (0, call.batch):
+        for fixed in self._batches(call):
             variant = self.programs.get((call.key, fixed))
-            if variant is not None and fulfils(call.batch, variant.conditions):
+            if variant is not None and variant.program.takes_batch(call.batch):
                 if variant is not self.first:
                     self.programs.move_to_end((call.key, fixed))
                 return variant
@@ -257,7 +249,7 @@ class Variants:
         if (existing := self._lookup(call)) is not None:
             return existing
         known = self.uneven.get(call.key)
-        parts = known if known is not None and fulfils(call.batch, known.conditions) else self._make(call)
+        parts = known if known is not None and known.program.takes_batch(call.batch) else self._make(call)
         if parts.uneven:
             self.uneven[call.key] = parts
         uneven_batch = call.batch if parts.uneven else 0
@@ -267,9 +259,8 @@ class Variants:
         return variant
 
     def _keep(self, call: KeyedCall, fixed: int, variant: Variant) -> None:
-        """Keep a variant for calls of any batch, or of the batch that it is `fixed` to: that of the call where the batch takes
-        another branch than the variant for any."""
-        self.programs[call.key, fixed or (call.batch if (call.key, 0) in self.programs else 0)] = variant
+        """Keep a variant for calls of any batch of its branches, or of the batch that it is `fixed` to."""
+        self.programs[call.key, fixed or (-call.batch if (call.key, 0) in self.programs else 0)] = variant
 
     def _load(self, parts: VariantParts, mesh: MeshHandle) -> Variant:
         """Return the variant with the weights of the first one."""
@@ -291,9 +282,8 @@ class Variants:
                 stacklevel=2,
             )
         return Variant(
-            program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch,
-            conditions=parts.conditions,
-        )  # fmt: skip
+            program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch
+        )
 
     def _make(self, call: KeyedCall) -> VariantParts:
         parts = self.make(call, self.frozen.model)

@@ -97,8 +97,7 @@ class VariantMaker:
         shared = context > 1 or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
         fixed = 0 if graph.batch_is_symbolic else graph.batch
-        conditions = graph.interface.batch_conditions if graph.interface else ()
-        return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context, conditions)
+        return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context)
 
     def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads]:
         with recorded_reads() as record, in_modes(model, call.key.modes), unfrozen(model, call.key.unfrozen):

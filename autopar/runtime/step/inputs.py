@@ -194,6 +194,16 @@ def _same_batch(program: Program, tensors: Mapping[str, torch.Tensor], paths: Ma
             first = first or name
 
 
+def check_branches(program: Program, tensors: Mapping[str, torch.Tensor], times: int) -> None:
+    """BatchError for a batch of a size for which the model takes other branches. `times` such batches make the global one."""
+    for name, planned in program.input_shapes.items():
+        if planned[:1] == (None,) and not program.takes_batch(size := tensors[name].shape[0] * times):
+            raise BatchError(
+                f"for a batch of {size} the model's forward takes another branch (an `if` on the size of the batch) than this "
+                f"program, which has no model to capture: pass a batch of the size that it was exported for, or {REPLAN}"
+            )
+
+
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 

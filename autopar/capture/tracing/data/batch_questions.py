@@ -64,16 +64,19 @@ def batch_conditions(questions: tuple[Question, ...], lengths: Mapping[Any, int]
 
 
 def _condition(truth: sympy.Basic) -> BatchCondition | None:
-    """Return a relation of sizes as a condition; None for what cannot be written as one."""
+    """Return a relation of sizes as a condition without quotients but floor divisions; None for what cannot be written as one."""
     sign = next((text for kind, text in _SIGNS.items() if isinstance(truth, kind)), "")
     if not sign:
         return None
-    difference = without_casts(truth.lhs - truth.rhs).replace(FloorDiv, lambda a, b: sympy.floor(a / b))
+    difference = without_casts(truth.lhs - truth.rhs).replace(sympy.floor, lambda a: FloorDiv(*sympy.fraction(a)))
     for remainder in (Mod, PythonMod, sympy.Mod):
-        difference = difference.replace(remainder, lambda a, b: a - b * sympy.floor(a / b))
+        difference = difference.replace(remainder, lambda a, b: a - b * FloorDiv(a, b))
+    difference, _ = sympy.fraction(sympy.together(difference))  # of positive sizes: the sign is the same
     try:
         text = str(as_dim(difference))
         parse_size(text)
+        if "/" in text.replace("//", ""):
+            return None
     except ValueError:
         return None
     return BatchCondition(text, sign)
