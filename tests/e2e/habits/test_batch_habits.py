@@ -9,12 +9,14 @@ import torch.distributed as dist
 from support.harness.comparison import same_gradients
 from support.harness.habits import (  # noqa: F401
     ROWS,
+    cluster,
     equals_one_process,
     one_step,
     parallel_of,
     refusal,
     test_habit,
     test_habit_under_other_plans,
+    under,
 )
 from support.harness.training_loop import full_gradients
 from support.models.habit_model import BATCH, WIDTH, batch, net
@@ -49,7 +51,7 @@ def branch_on_the_batch_size(force: str) -> None:
         return
     torch.manual_seed(0)
     plain, x = Small().double(), batch()["x"]
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:4", (x,), force=force, cache=False)
+    parallel = autopar.parallelize(copy.deepcopy(plain), cluster(), (x,), force=force, cache=False)
     for size in (16, 8, 1, 4, 6, 8, 1, 16):
         losses = [model(x[:size]) for model in (parallel, plain)]
         torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-9, atol=0.0)
@@ -90,12 +92,13 @@ def local_parts(plan: str) -> None:
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
 
 
+@under("tp=2,dp=1")
 def different_local_parts(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     axes = {**parallel.program.mesh.axes, **parallel.program.mesh.pipeline_axes}
     part = batch(dist.get_rank(), BATCH // axes.get("dp", 1))
-    if axes.get("dp") == 4:  # right: every rank has a part of its own
-        parts = [batch(rank, BATCH // 4) for rank in range(4)]
+    if axes.get("dp") == (size := dist.get_world_size()):  # right: every rank has a part of its own
+        parts = [batch(rank, BATCH // size) for rank in range(size)]
         whole = {name: torch.cat([each[name] for each in parts]) for name in part}
         torch.testing.assert_close(parallel(parallel.local_batch(**part)).detach(), net()(**whole).detach())
         return ROWS["different_local_parts"][1]

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.harness.comparison import same_gradients
-from support.harness.habits import ROWS, equals_one_process, refusal, test_habit, test_habit_under_other_plans, warning_of  # noqa: F401
+from support.harness.habits import (  # noqa: F401
+    ROWS,
+    cluster,
+    equals_one_process,
+    refusal,
+    test_habit,
+    test_habit_under_other_plans,
+    warning_of,
+)
 from support.models.habit_model import net
 from support.models.zoo.output_model import Classifier, classifier, examples
 from torch import Tensor, nn
@@ -17,7 +25,7 @@ import autopar
 
 def parallel_of(model: nn.Module, force: str | None, example: Any = None, **options: Any) -> Any:
     options = {"cache": False, "time_limit_seconds": 5, **options}
-    return autopar.parallelize(model, "local:4", example or examples(), force=force, **options)
+    return autopar.parallelize(model, cluster(), example or examples(), force=force, **options)
 
 
 def compile_after(force: str) -> None:

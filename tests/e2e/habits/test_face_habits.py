@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.harness.habits import (  # noqa: F401
     ROWS,
+    cluster,
     equals_one_process,
     of,
     one_step,
@@ -114,7 +115,7 @@ def one_layer_in_two_models(plan: str) -> str:
     first = parallel_of(model, plan)
     second = parallel_of(model, plan)  # another plan of it: no warning
     other.layers[0] = model.layers[0]
-    said = warning_of(lambda: autopar.parallelize(other, "local:4", batch(), plan=plan))
+    said = warning_of(lambda: autopar.parallelize(other, cluster(), batch(), plan=plan))
     del first, second
     return said if dist.get_rank() == 0 else ROWS["one_layer_in_two_models"][1]
 
@@ -136,8 +137,8 @@ def log_lines(plan: str) -> None:
     if dist.get_rank():
         assert said == []
     else:
-        assert len(given) == 1 and "local:4" in given[0] and given[0].startswith("Net on ")
-        assert said[1].startswith("planning Net for local:4") and said[-1].startswith("Net on ") and "\n" not in said[-1]
+        assert len(given) == 1 and cluster() in given[0] and given[0].startswith("Net on ")
+        assert said[1].startswith(f"planning Net for {cluster()}") and said[-1].startswith("Net on ") and "\n" not in said[-1]
 
 
 def profile_a_step(plan: str) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.harness.habits import (  # noqa: F401
     ROWS,
+    cluster,
     equals_one_process,
     of,
     one_step,
@@ -158,7 +159,7 @@ def computing(compute: Callable[[Any, Tensor], Any], **attributes: Any) -> nn.Mo
 
 
 def start(model: nn.Module) -> Any:
-    return autopar.parallelize(model, "local:4", batch(), force="tp=2", time_limit_seconds=5, cache=False)
+    return autopar.parallelize(model, cluster(), batch(), force="tp=2", time_limit_seconds=5, cache=False)
 
 
 def said_at_start(model: nn.Module, row: str) -> str:
@@ -274,7 +275,7 @@ def change_the_loss(plan: str) -> None:
     target, smooth, reference = torch.ones(len(x), dtype=torch.float64), Smooth(), net("plain")
     inputs = (x, ids, target)
     parallel = autopar.parallelize(
-        net("plain"), "local:4", inputs, loss_fn=smooth, force="tp=2", time_limit_seconds=5, cache=False
+        net("plain"), cluster(), inputs, loss_fn=smooth, force="tp=2", time_limit_seconds=5, cache=False
     )  # fmt: skip
     for change in (lambda: None, lambda: setattr(smooth, "amount", 0.1), lambda: smooth.weights[:2].fill_(3.0)):
         change()
@@ -343,7 +344,7 @@ def keep_a_tensor_in_the_loss(plan: str) -> str:
 
     return refusal(
         lambda: autopar.parallelize(
-            net("plain"), "local:4", inputs, loss_fn=Running(), force="tp=2", time_limit_seconds=5, cache=False
+            net("plain"), cluster(), inputs, loss_fn=Running(), force="tp=2", time_limit_seconds=5, cache=False
         )
     )
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.harness.comparison import different_numbers, training_differences
 from support.harness.habits import (  # noqa: F401
     ROWS,
+    cluster,
     equals_one_process,
     of,
     one_step,
@@ -109,7 +110,7 @@ def noop(*args: Any) -> None:
 def hook_of_a_module(plan: str) -> str:
     model = net()
     model.layers[1].up.register_forward_hook(noop)
-    said = warning_of(lambda: autopar.parallelize(model, "local:4", batch(), plan=plan))
+    said = warning_of(lambda: autopar.parallelize(model, cluster(), batch(), plan=plan))
     assert dist.get_rank() or "layers.1.up" in said
     return said if dist.get_rank() == 0 else ROWS["hook_of_a_module"][1]
 

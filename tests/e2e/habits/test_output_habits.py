@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habits import refusal, test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import cluster, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.models.zoo.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 
 import autopar
 
-CLUSTER = "local:4"
 ROUNDING = 2e-2
 
 
 def parallel_of(model: nn.Module, force: str, example: Any = None, **options: Any) -> Any:
     options = {"cache": False, "time_limit_seconds": 5, **options}
-    return autopar.parallelize(model, CLUSTER, example or examples(), force=force, **options)
+    return autopar.parallelize(model, cluster(), example or examples(), force=force, **options)
 
 
 def same(found: Any, expected: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habits import parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import cluster, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
 from support.models.habit_model import batch, net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -51,12 +51,12 @@ def autocast_on_some_ranks(plan: str) -> str:
 
 
 def float8(plan: str) -> str:
-    return refusal(lambda: autopar.parallelize(net(), "local:4", batch(), precision="fp8"))
+    return refusal(lambda: autopar.parallelize(net(), cluster(), batch(), precision="fp8"))
 
 
 def reduce_dtype(plan: str) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    parallel, plain = autopar.parallelize(net(), "local:4", batch(), precision=policy, force="dp=4", cache=False), net()
+    parallel, plain = autopar.parallelize(net(), cluster(), batch(), precision=policy, force="tp=1", cache=False), net()
     (loss := parallel(**batch())).backward()
     (expected := plain(**batch())).backward()
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)

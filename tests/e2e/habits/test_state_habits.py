@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness.habits import (  # noqa: F401
+    cluster,
     equals_one_process,
     one_step,
     parallel_of,
@@ -184,7 +185,7 @@ def update_batch_norm(force: str) -> None:
         return
     torch.manual_seed(0)
     plain, inputs = Normalized().double(), [batch(seed)["x"] for seed in range(3)]
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:4", (inputs[0],), force=force, cache=False)
+    parallel = autopar.parallelize(copy.deepcopy(plain), cluster(), (inputs[0],), force=force, cache=False)
     assert [name for name, _ in parallel.named_buffers()] == [name for name, _ in plain.named_buffers()]
     values = []
     for model in (parallel, plain):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import signature
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -29,7 +31,8 @@ ROWS = {
     match[1]: (match[2], match[3] or "")
     for match in re.finditer(r"^\| `(\w+)` \|.*\| (right|refused|warned)(?:: `(.*)`)? \|$", PAGE.read_text(), re.MULTILINE)
 }
-OTHER_PLANS = ("dp=4,zero=3", "pp=2,dp=2", "")
+QUICK_PLANS = ("dp=2,tp=1,zero=3", "tp=2,dp=1")
+OTHER_PLANS = (*QUICK_PLANS, "dp=2,tp=2", "dp=4,zero=3", "pp=2,dp=2", "")
 Habit = Callable[[str], Any]
 
 
@@ -43,6 +46,16 @@ def of(kind: str) -> Callable[[Habit], Habit]:
     return mark
 
 
+def under(plan: str) -> Callable[[Habit], Habit]:
+    """The plan of a habit in `make test`, where it cannot be either of the two."""
+
+    def mark(habit: Habit) -> Habit:
+        habit.plan = plan  # type: ignore[attr-defined]
+        return habit
+
+    return mark
+
+
 def rows_of(module: Mapping[str, Any]) -> list[Any]:
     """The rows of the page whose habits are in a module's ``globals()``."""
     return [name for name in ROWS if callable(module.get(name))]
@@ -51,10 +64,15 @@ def rows_of(module: Mapping[str, Any]) -> list[Any]:
 # -- on a rank
 
 
+def cluster() -> str:
+    """That of the ranks."""
+    return f"local:{dist.get_world_size()}"
+
+
 def parallel_of(model: nn.Module, plan: str | None, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return autopar.parallelize(model, "local:4", batch(), plan=plan, **options)
+        return autopar.parallelize(model, cluster(), batch(), plan=plan, **options)
 
 
 def equals_one_process(parallel: Any, reference: nn.Module, steps: int = 3, **options: Any) -> None:
@@ -92,7 +110,16 @@ def one_step(parallel: Any, **given: Any) -> None:
 @cache
 def plan_of(kind: str, force: str) -> str:
     """The plan as text."""
-    return autopar.plan(net_of(kind), "local:4", batch(), force=force).to_json()
+    return autopar.plan(net_of(kind), f"local:{ranks_of(force)}", batch(), force=force).to_json()
+
+
+def ranks_of(force: str) -> int:
+    return 2 if force in QUICK_PLANS else 4
+
+
+def quick_plan(habit: Habit) -> str:
+    """One of two ranks, the same for a habit in every run."""
+    return QUICK_PLANS[zlib.crc32(habit.__name__.encode()) % len(QUICK_PLANS)]
 
 
 def check(habit: Habit, force: str, ranks: RankPool, folder: Path) -> None:
@@ -103,21 +130,22 @@ def check(habit: Habit, force: str, ranks: RankPool, folder: Path) -> None:
 
 def _answers(habit: Habit, force: str, ranks: RankPool, folder: Path) -> list[Any]:
     if "force" in signature(habit).parameters:
-        return ranks.run(habit, force, timeout=300)
+        return ranks.run(habit, force, world=ranks_of(force), timeout=300)
     path = folder / "plan.json"
     kind = getattr(habit, "kind", "")
     if kind == "batch_norm" and "pp=" in force:
         assert "takes several micro-batches" in refusal(lambda: plan_of(kind, force))
         return []
     path.write_text(plan_of(kind, force))
-    return ranks.run(habit, str(path))
+    return ranks.run(habit, str(path), world=ranks_of(force))
 
 
 # -- the tests of every module of habits, which imports them; tests/e2e/habits/conftest.py has the parameters
 
 
 def test_habit(habit: str, request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path) -> None:
-    check(getattr(request.module, habit), "dp=2,tp=2", ranks, tmp_path)
+    function = getattr(request.module, habit)
+    check(function, getattr(function, "plan", "") or quick_plan(function), ranks, tmp_path)
 
 
 @pytest.mark.slow
