@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from .comm.agreement import Stated, refused_together, require_agreement, stated_step
-from .compat.autograd import in_backward
+from .compat.autograd import in_backward, outside_of_checkpoint
 from .device.autocast import autocast_of, under_autocast
+from .device.rng import seed_stream
 from .errors import BatchError, RuntimeProblem
 from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep
@@ -78,11 +79,18 @@ class Calls:
                 self.plain.check_unchanged(self._equals)
         variant, training = self._variant(args, batch, training)
         inputs = self._inputs(variant.program, args, batch)
+        drawn = seed_stream.counts()
         if not in_backward():
             begin_call(self.program)
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
-        loss, others = self._step(variant, inputs, training)
+        with outside_of_checkpoint():  # the plan says what is recomputed
+            loss, others = self._step(variant, inputs, training)
+        if in_backward() and seed_stream.counts() != drawn:
+            raise RuntimeProblem(
+                "torch.utils.checkpoint(use_reentrant=True) calls this model in the backward a second time, which draws other random "
+                "numbers (dropout): leave checkpoint out, since the plan says what is recomputed, or pass use_reentrant=False"
+            )
         return self._result(variant, loss, others)
 
     def _result(self, variant: Variant, loss: Any, others: Any) -> Any:

@@ -24,9 +24,11 @@ from .compat.hooks import (
     fused_updates,
     masked_items,
     muon_updates,
+    on_manual_seed,
     replaced,
     whole_items,
 )
+from .device.rng import seed_stream
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
@@ -81,6 +83,7 @@ def _patches() -> ExitStack:
         # gradients
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),
+        lambda: on_manual_seed(seed_stream.count_manual_seed),
         # the end of the process
         _uncaught_exceptions,
         _end,

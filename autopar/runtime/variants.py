@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .call_keys import CallKey, KeyedCall, call_leaves, hash_of
-from .comm.agreement import Stated, equal_on_ranks, require_agreement
+from .comm.agreement import Stated, bounds_on_ranks, require_agreement
 from .compat.autograd import apply, in_backward
 from .device.autocast import autocast_of
 from .device.groups import control_group, several_ranks
 from .device.mesh import MeshHandle
+from .device.rng import seed_stream
 from .errors import AutoparError, RuntimeProblem
 from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
@@ -314,14 +315,14 @@ class Variants:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
         variants, or with batches of different sizes, or have begun different numbers of backwards."""
         changed = self.unfrozen.changed()
-        several = several_ranks()
+        several, seeds = several_ranks(), [seed_stream.manual_seeds, torch.initial_seed() % (1 << 62)]
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            same_call, same_backwards, same_changes = equal_on_ranks(
-                torch.tensor([number, backwards, changed]), [self.control]
-            ).tolist()
+            least, most = bounds_on_ranks(torch.tensor([number, backwards, changed, *seeds]), [self.control])
+            same_call, same_backwards, same_changes, *_ = (least == most).tolist()
+            seeds = most[3:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
@@ -332,5 +333,8 @@ class Variants:
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)
+        if self.first.program.mesh.manual_seed != tuple(seeds):
+            for program in self.different_programs():
+                program.mesh.follow_manual_seed(*seeds)
         unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()
         return call._replace(key=call.key._replace(unfrozen=unfrozen))

@@ -71,10 +71,16 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def equal_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
     """Return for each of these integers whether all ranks of the groups (of a mesh) have the same, which all must call."""
-    bounds = torch.stack([numbers, -numbers])
+    least, most = bounds_on_ranks(numbers, groups)
+    return least == most
+
+
+def bounds_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least and the largest of each of these integers on all ranks of the groups (of a mesh), which all must call."""
+    bounds = torch.stack([-numbers, numbers])
     for group in groups:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-    return bounds[0] == -bounds[1]
+    return -bounds[0], bounds[1]
 
 
 def stated_versions() -> dict[str, Stated]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,15 @@ class _NoBackward:
         pass
 
     mark_non_differentiable = save_for_backward
+
+
+def outside_of_checkpoint() -> AbstractContextManager[None]:
+    """A context in which ``torch.utils.checkpoint`` around it recomputes nothing. Its recomputation ends as soon as it has what
+    the backward needs, which leaves collectives half done. Seen on 2.13.0."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

@@ -248,8 +248,9 @@ def engine_calls(
 ) -> AbstractContextManager[None]:
     """Stand before the engine of every backward of this process.
 
-    ``torch.autograd.grad`` asks `gradients` first, with the engine and its arguments (results, their gradients, whether to
-    retain and to create a graph, inputs, whether some may be unused); NotImplemented goes on as usual. An error that ends a
+    ``torch.autograd.grad``, and a backward of some `inputs`, ask `gradients` first, with the engine and its arguments (results,
+    their gradients, whether to retain and to create a graph, inputs, whether some may be unused, whether to add to ``.grad``);
+    NotImplemented goes on as usual. An error that ends a
     backward is passed to each translation in turn, and what that returns goes on in its place. Seen on 2.13.0: Tensor.backward,
     torch.autograd.backward and torch.autograd.grad all go through this function."""
     outer: Any = torch.autograd
@@ -257,7 +258,9 @@ def engine_calls(
 
     def run(*args: Any, **options: Any) -> Any:
         try:
-            if options.get("accumulate_grad") is False and (own := gradients(usual, *args)) is not NotImplemented:
+            some = len(args) > 4 and args[4]
+            unused, accumulate = args[5] if args[5:] else True, options.get("accumulate_grad", True)
+            if some and (own := gradients(usual, *args[:5], unused, accumulate)) is not NotImplemented:
                 return own
             return usual(*args, **options)
         except Exception as error:
@@ -269,6 +272,19 @@ def engine_calls(
             raise other from error
 
     return replaced(outer, "_engine_run_backward", run)
+
+
+@contextmanager
+def on_manual_seed(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` where a script calls ``torch.manual_seed``."""
+    usual = torch.manual_seed
+
+    def seed(*args: Any, **kwargs: Any) -> torch.Generator:
+        note()
+        return usual(*args, **kwargs)
+
+    with replaced(torch, "manual_seed", seed), replaced(torch.random, "manual_seed", seed):
+        yield
 
 
 def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractContextManager[None]:

@@ -51,6 +51,8 @@ class MeshHandle:
     dp: AxisHandle
     cp: AxisHandle
     seed_offset = base_seed = 0
+    manual_seed: tuple[int, ...] | None = ()
+    """How often the script has called ``torch.manual_seed``, and its seed, where streams began; None where `reseed` says so."""
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
     async_tp: Groups = frozenset()
@@ -66,7 +68,8 @@ class MeshHandle:
         self.host_memory = HostMemory(self.device)
         self.whole_mesh, self.device_mesh = self._meshes(self.axes)
         self.pp = _handle(PIPELINE_AXIS, self.pipeline_axes.get(PIPELINE_AXIS, 1), self.whole_mesh)
-        self.reseed(seed)  # random streams of an earlier mesh may have advanced differently on other ranks
+        self._begin(seed)
+        seed_stream.restart()  # streams of an earlier mesh may have advanced differently on other ranks
         self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
         for name in (DATA_AXIS, "tp", "ep", *self.axes):
             setattr(self, name, self.axis(name))
@@ -186,11 +189,22 @@ class MeshHandle:
         self.seed = seed
         self.seed_tensor = torch.tensor(seed % (1 << 62), device="cpu")  # keys of streams are of that many bits
 
-    def reseed(self, seed: int) -> None:
-        """Restart all random streams from `seed`; each stage has streams of its own."""
+    def _begin(self, seed: int) -> None:
         self.base_seed = seed
         self._set_seed(seed + self.pp.coordinate * 1_000_003 + self.seed_offset)
+
+    def reseed(self, seed: int) -> None:
+        """Restart all random streams from `seed`; each stage has streams of its own."""
+        self._begin(seed)
+        self.manual_seed = None
         seed_stream.restart()
+
+    def follow_manual_seed(self, count: int, seed: int) -> None:
+        """Restart all random streams where the script has called ``torch.manual_seed`` since. All ranks pass the same."""
+        if self.manual_seed not in (None, (count, seed)):
+            self._begin(seed)
+            seed_stream.follow(count)
+        self.manual_seed = (count, seed)
 
 
 class BlockMesh:

@@ -51,6 +51,7 @@ class SeedStreams:
         self.streams: dict[int, SeedStream] = {}
         self.first_counts: Mapping[int, int] = {}
         self.other_count = 0
+        self.manual_seeds = self.followed_seeds = 0
         self.order = torch.zeros((), dtype=torch.int64, device="cpu")  # under a default device too
 
     def __call__(self, key: int) -> SeedStream:
@@ -63,6 +64,16 @@ class SeedStreams:
     def restart(self, first_counts: Mapping[int, int] | None = None, other_count: int = 0) -> None:
         """Begin all streams anew."""
         self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
+
+    def count_manual_seed(self) -> None:
+        """Note that the script calls ``torch.manual_seed``."""
+        self.manual_seeds += 1
+
+    def follow(self, manual_seeds: int) -> None:
+        """Begin all streams anew, once for all models, where the script has called ``torch.manual_seed`` since."""
+        if self.followed_seeds != manual_seeds:
+            self.restart()
+            self.followed_seeds = manual_seeds
 
     def counts(self) -> dict[int, int]:
         """Return the number of seeds that each stream has given, those included that begin further on and were not used yet."""

@@ -32,10 +32,12 @@ def mark_result(result: torch.Tensor, state: State) -> None:
 
 
 def parameter_gradients(
-    engine: Callable[..., Any], results: Any, gradients: Any, retain: bool, create: bool, inputs: Any, allow_unused: bool
-) -> Any:
+    engine: Callable[..., Any], results: Any, gradients: Any, retain: bool, create: bool, inputs: Any,
+    allow_unused: bool, accumulate: bool,
+) -> Any:  # fmt: skip
     """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
-    and reduces. All ``.grad`` stay as they are. NotImplemented for all else."""
+    and reduces. All ``.grad`` stay as they are, but for those of ``backward(inputs=...)``. NotImplemented for all else.
+    `accumulate`: add to the ``.grad`` of these inputs."""
     if not any(place_of(each)[1] for each in inputs):
         return NotImplemented
     nodes = list(graph_of(results))
@@ -60,6 +62,11 @@ def parameter_gradients(
     finally:
         for each, gradient in before:
             each.grad = gradient
+    if accumulate:
+        for each, gradient in zip(inputs, gradients_of_inputs, strict=True):
+            if gradient is not None:
+                each.grad = gradient if each.grad is None else each.grad + gradient
+        return ()
     if not allow_unused and any(each is None for each in gradients_of_inputs):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the "

@@ -24,12 +24,10 @@ def equal(region: WrittenRegion, functions: list[Function]) -> int | None:
     """Return the place of the first function that equals the region in its operands, None where none does."""
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         operands = _operands(region)
-        try:
-            expected = _derivatives(lambda *tensors: _run(region, tensors), operands)
-        except (RuntimeError, IndexError):  # it has no value at these sizes
-            return None
-        for place, function in enumerate(functions):
-            if all(map(_close, _derivatives(function, operands), expected)):
+        expected = _derivatives(lambda *tensors: _run(region, tensors), operands)
+        for place, function in enumerate(functions if expected else ()):
+            found = _derivatives(function, operands)
+            if found and all(map(_close, found, expected)):
                 return place
     return None
 
@@ -53,8 +51,11 @@ def _operands(region: WrittenRegion) -> tuple[Tensor, ...]:
 
 
 def _derivatives(function: Function, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The value, and the gradients of a random combination of its elements."""
-    value = function(*operands)
+    """The value, and the gradients of a random combination of its elements; nothing where it has no value at these sizes."""
+    try:
+        value = function(*operands)
+    except (RuntimeError, IndexError):
+        return ()
     weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return value.detach(), *torch.autograd.grad(value, operands, weights, materialize_grads=True)
 
