@@ -25,7 +25,8 @@ from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batc
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import build_result, plain_result, returned_outputs
-from .step.same_batch import check_same_batch, is_checked
+from .step.same_batch import check_same_batch, compare_gradient, is_checked
+from .step.stale_weights import watch_weights
 from .step.step_checks import StepChecks
 from .tensors.torch_functions import mark_result, with_plain_gradient
 from .variants import Variant, Variants
@@ -88,7 +89,7 @@ class Calls:
             loss, others = self._step(variant, inputs, training)
         if in_backward() and seed_stream.counts() != drawn:
             raise RuntimeProblem(
-                "torch.utils.checkpoint(use_reentrant=True) calls this model in the backward a second time, which draws other random "
+                "torch.utils.checkpoint(use_reentrant=True) calls this model once more in the backward, which draws other random "
                 "numbers (dropout): leave checkpoint out, since the plan says what is recomputed, or pass use_reentrant=False"
             )
         return self._result(variant, loss, others)
@@ -101,12 +102,16 @@ class Calls:
         if not torch.is_grad_enabled() or program.forward_only:
             reshard_all(self.program)
         outputs = returned_outputs(program, others) if program.outputs else {}
-        taking = (output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient")
-        for output in (loss, *taking):
+        taking = {path: output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient"}
+        for path, output in {"": loss, **taking}.items():
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 mark_result(output, self.state)
                 if self.heartbeat is not None:
                     self.heartbeat.watch_backward(output)
+                if not self.first.overlaps_steps:
+                    watch_weights(output, self.state)
+                if is_checked(self.number - 1, self.check_batch_every):
+                    compare_gradient(program.mesh, output, path)
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     @contextlib.contextmanager

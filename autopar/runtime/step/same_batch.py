@@ -1,4 +1,5 @@
-"""Finds ranks that pass different batches where they must pass equal ones: a checksum of every input, compared now and then."""
+"""Finds ranks that pass different batches where they must pass equal ones: a checksum of every input, compared now and then; and
+ranks that go on with the outputs in different ways: so are the gradients that come back."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from ..device.groups import several_ranks
 from ..device.mesh import DATA_AXIS, MeshHandle
-from ..errors import BatchError
+from ..errors import BatchError, MismatchProblem
 
 FIRST_CALLS = 3
+_SAME_GRADIENT = 0.01
+"""The part of a gradient's norm by which it may differ between ranks: bfloat16 has as many digits."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x5851F42D4C957F2D
 
@@ -69,6 +72,32 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
         different = next((name for name, a, b in zip(names, checksums[other][1:], each[1:], strict=True) if a != b), None)
         if different is not None:
             raise BatchError(_message(mesh, different, (other, rank), local))
+
+
+def compare_gradient(mesh: MeshHandle, output: torch.Tensor, path: str) -> None:
+    """Raise a MismatchProblem in the backward of `output`, on every rank, where its gradient differs between ranks by more than
+    kernels that add in another order do. `path`: of the output in the model's result, empty for the loss."""
+    if not several_ranks() or output.grad_fn is None:
+        return
+
+    def check(gradients: tuple[torch.Tensor, ...]) -> None:
+        row = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        if gradients[0] is not None and not isinstance(gradients[0], DTensor):  # that of a penalty is one on all ranks
+            flat = gradients[0].detach().flatten().double()
+            row = torch.stack([flat.norm(), (flat * torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)).sum()])
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        every = torch.stack(rows)
+        apart = (every - every[0]).abs().amax(1) > _SAME_GRADIENT * every[:, 0].amax()
+        if every.isfinite().all() and apart.any():
+            one, other = (mesh.describe(rank) for rank in (0, int(apart.int().argmax())))
+            raise MismatchProblem(
+                f"{one} and {other} went on with {path or 'the loss'} in different ways: outside of the model every rank has the "
+                "whole batch, so draw random numbers there alike on all ranks (torch.manual_seed(seed), without the rank), and "
+                "leave factors of a rank out"
+            )
+
+    output.grad_fn.register_prehook(check)
 
 
 def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:

@@ -1,0 +1,132 @@
+"""What a script does around the calls of a parallel model, with their results: right, or refused in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness.habits import refusal
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 4
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        out = self.down(self.norm(self.up(x)))
+        return out if y is None else F.cross_entropy(out, y)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6, bias=False), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x))  # type: ignore[no-any-return]
+
+
+def both(model: nn.Module, force: str, **example: Tensor) -> tuple[nn.Module, nn.Module]:
+    """A parallel model and the same on one process."""
+    torch.manual_seed(0)
+    for parameter in model.double().parameters():
+        nn.init.normal_(parameter, std=0.5)
+    plain = type(model)().double()
+    plain.load_state_dict(model.state_dict())
+    return autopar.parallelize(model, "local:2", example, force=force, cache=False), plain
+
+
+def same_gradients(parallel: nn.Module, plain: nn.Module) -> None:
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+def checkpoint_around(force: str) -> None:
+    """It recomputes nothing: its early stop leaves collectives half done."""
+    parallel, plain = both(Norm(), force, x=X)
+    for model in (parallel, plain):
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
+    same_gradients(parallel, plain)
+    masked, _ = both(Masked(), force, x=X)  # linear in its weight
+    loss = checkpoint(masked, X.clone().requires_grad_(), use_reentrant=False).sum()
+    loss.backward()
+    weight = masked.get_parameter("linear.weight")
+    torch.testing.assert_close((weight.grad.full_tensor() * weight.full_tensor()).sum(), loss)
+    loss = checkpoint(masked, X.clone().requires_grad_(), use_reentrant=True).sum()
+    assert "pass use_reentrant=False" in refusal(loss.backward)
+
+
+def seed_before_calls(force: str) -> None:
+    """By ``torch.manual_seed``, also of each rank, before `parallelize` and after; and by `reseed`, whatever else is seeded."""
+    masks = []
+    for seed in (7, 8, 7):
+        torch.manual_seed(seed + dist.get_rank())
+        parallel = autopar.parallelize(Masked().double(), "local:2", (X,), force=force, cache=False)
+        with torch.no_grad():
+            parallel.get_parameter("linear.weight").fill_(1.0)
+            masks.append(parallel(X))
+            parallel(X)
+            torch.manual_seed(seed + dist.get_rank())
+            masks.append(parallel(X))
+    first, same, other, _, repeated, _ = masks
+    assert torch.equal(first, same) and torch.equal(first, repeated) and not torch.equal(first, other)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        parallel.reseed(3)
+        masks.append(parallel(X).detach())
+        assert not torch.equal(masks[-1], parallel(X).detach())
+    assert torch.equal(masks[-1], masks[-2])
+
+
+def losses_of_ranks(force: str) -> None:
+    parallel, _ = both(Norm(), force, x=X, y=Y)
+    assert "leave factors of a rank out" in refusal((parallel(X, Y) * (1 + dist.get_rank())).backward)
+    parallel, plain = both(Norm(), force, x=X)
+    for model in (parallel, plain):
+        (model(X) * (1 + 1e-9 * dist.get_rank())).square().mean().backward()  # kernels round so
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-6, atol=1e-9)
+    torch.manual_seed(dist.get_rank())
+    assert "without the rank" in refusal((parallel(X) * torch.rand(8, 1)).sum().backward)
+
+
+def step_between(force: str) -> None:
+    """Also of an optimizer whose parameters the loss does not reach."""
+    parallel, plain = both(Norm(), force, x=X, y=Y)
+    loss = parallel(X, Y)
+    parallel(X.flip(0), Y).backward()
+    torch.optim.SGD(parallel.parameters(), 1.0).step()
+    assert "call backward before the step" in refusal(loss.backward)
+    parallel, plain = both(Heads(), force, x=X)
+    for model in (parallel, plain):
+        one, two = model(X)
+        one.square().mean().backward()
+        torch.optim.SGD(model.get_submodule("one").parameters(), 1.0).step()
+        two.square().mean().backward()
+    same_gradients(parallel, plain)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize("force", ["dp=2,tp=1,zero=3", "dp=2,tp=1,zero=0", "tp=2,dp=1"])
+@pytest.mark.parametrize("case", [checkpoint_around, seed_before_calls, losses_of_ranks, step_between], ids=lambda f: f.__name__)
+def test_around_calls(case: Callable[[str], None], force: str, ranks: RankPool) -> None:
+    ranks.run(case, force, world=2)
