@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..device.groups import several_ranks
+from ..device.groups import several_ranks, shared_group
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError, MismatchProblem
 
@@ -79,14 +79,16 @@ def compare_gradient(mesh: MeshHandle, output: torch.Tensor, path: str) -> None:
     kernels that add in another order do. `path`: of the output in the model's result, empty for the loss."""
     if not several_ranks() or output.grad_fn is None:
         return
+    group = shared_group("gradients", backend="gloo")  # a rank that leaves the backward out is in a collective of another
 
     def check(gradients: tuple[torch.Tensor, ...]) -> None:
-        row = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        row = torch.zeros(2, dtype=torch.float64)
         if gradients[0] is not None and not isinstance(gradients[0], DTensor):  # that of a penalty is one on all ranks
             flat = gradients[0].detach().flatten().double()
-            row = torch.stack([flat.norm(), (flat * torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)).sum()])
+            slope = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+            row = torch.stack([flat.norm(), (flat * slope).sum()]).cpu()
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
+        dist.all_gather(rows, row, group)
         every = torch.stack(rows)
         apart = (every - every[0]).abs().amax(1) > _SAME_GRADIENT * every[:, 0].amax()
         if every.isfinite().all() and apart.any():
