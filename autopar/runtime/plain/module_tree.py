@@ -99,7 +99,8 @@ class ItemNode(TreeNode):
         if isinstance(key, int):
             return items[key]
         out = Container()
-        out.__dict__["without_data"] = part = self.__dict__["without_data"][key]
+        part = self.__dict__["without_data"][key]
+        out.stand_for(part, {})
         held: Any = out._parameters if isinstance(part, nn.ParameterList) else out._modules
         held.update(zip([*part._parameters, *part._modules], items[key], strict=True))
         return out
@@ -118,9 +119,31 @@ class ItemNode(TreeNode):
         return iter(list(items if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else items.values()))
 
 
-class Container(ItemNode):
+class _Kind(type):
+    """The class of a container's class, which equals the class that the container stands for: ``type(m) == nn.Linear``,
+    ``type(m) in (nn.BatchNorm1d, nn.BatchNorm2d)``. No class can be another one to ``is``."""
+
+    kind: type | None = None
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (other is not None and other is cls.kind)
+
+    def __hash__(cls) -> int:
+        return hash(cls.kind) if cls.kind is not None else type.__hash__(cls)
+
+
+class Container(ItemNode, metaclass=_Kind):
     """A module of the model by its path, with its parameters and its mode. It computes nothing, so its hooks would never run; to
     ``isinstance`` it is of the class that it stands for."""
+
+    def stand_for(self, module: nn.Module, classes: dict[type, type]) -> None:
+        """Be a module of the plain model. `classes`: of the containers that stand for modules of each class."""
+        self.__dict__["without_data"] = module
+        kind = type(module)
+        if kind not in classes:
+            names = {"kind": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            classes[kind] = _Kind(kind.__name__, (Container,), names)
+        object.__dict__["__class__"].__set__(self, classes[kind])
 
     def extra_repr(self) -> str:
         """Return what a module says of itself."""
@@ -161,10 +184,13 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
     """Give `root` the tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them.
     Return all of them."""
     root.training = plain.training
-    nodes: list[nn.Module] = []
+    nodes, classes = list[nn.Module](), dict[type, type]()
     for path, module in plain.skeleton.named_modules():
         node = _child(root, path.split(".") if path else [])
-        node.__dict__["without_data"] = module
+        if isinstance(node, Container):
+            node.stand_for(module, classes)
+        else:
+            node.__dict__["without_data"] = module
         if path:
             node.training = module.training
         nodes.append(node)
