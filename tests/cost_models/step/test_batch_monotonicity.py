@@ -46,7 +46,7 @@ def priced(
 
 
 @pytest.mark.parametrize("mesh", range(len(MESHES)))
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 2 else ()) for seed in range(8)])
 @pytest.mark.parametrize("size", [(64, 32), (1024, 512)])
 def test_at_once_is_never_slower_than_micro_batches(mesh: int, seed: int, size: tuple[int, int]) -> None:
     """Small operations, which launches bound, and large ones. Neither k steps nor k micro-batches of a step are faster."""
