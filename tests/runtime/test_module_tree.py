@@ -66,10 +66,10 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "index": lambda model: (isinstance(model.blocks[-1].run[0], nn.Linear), len(model.blocks), len(model.blocks[0].run)),
     "slice": lambda model: [name for name, _ in model.blocks[0].run[::3].named_parameters()],
     "classes": lambda model: [
-        (type(each).__name__, type(each) == nn.Linear, type(each) in (nn.LayerNorm, nn.Tanh), type(each) in {nn.Linear: 0})
+        (type(each).__name__, type(each) == nn.Linear, type(each) in (nn.LayerNorm, nn.Tanh), type(each) in {nn.Linear: 0})  # noqa: E721
         for each in list(model.modules())[1:]
     ],
-    "classes of a slice": lambda model: [type(each) == nn.Linear for each in model.blocks[0].run[1:]],
+    "classes of a slice": lambda model: [type(each) == nn.Linear for each in model.blocks[0].run[1:]],  # noqa: E721
     "kinds of a slice": lambda model: [isinstance(each, nn.Linear) for each in model.blocks[0].run[1:]],
     "slice of a list": lambda model: (isinstance(model.blocks[1:], nn.ModuleList), len(model.blocks[1:])),
     "freeze a slice": frozen,

@@ -23,6 +23,7 @@ from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import ListIndices, masks_are_not_read, plain_batch_norms, to_the_same_device
+from autopar.capture.tracing.data.mask_losses import MaskLosses
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
@@ -180,7 +181,7 @@ class _Attempt:
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
             with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without
-                for mode in (ListIndices(), Refusals(), self.values, CtcLosses(), Comparisons(self.checks)):
+                for mode in (ListIndices(), Refusals(), self.values, CtcLosses(), MaskLosses(), Comparisons(self.checks)):
                     modes.enter_context(mode)
                 program = export_copy(
                     clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device

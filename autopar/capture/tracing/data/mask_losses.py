@@ -1,0 +1,129 @@
+"""Losses of the positions that a mask picks, and statistics whose sizes torch reads from data, as operations of fixed sizes.
+
+``F.cross_entropy(logits[mask], labels[mask])`` has as many rows as the mask has ones: it is the loss of all rows, of which the
+others are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+_BY_CLASS = (F.cross_entropy, F.nll_loss)
+_BY_ELEMENT = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
+)  # fmt: skip
+_NOT_PICKED = 0.5  # a value and a target that each of these has a loss for
+
+
+class MaskLosses(TorchFunctionMode):
+    """While active, losses of picked positions and these statistics have fixed sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picked: Any = WeakIdKeyDictionary()
+        """The results of boolean indices, each with the tensor, the mask, and the versions of the three."""
+        self.origins: Any = WeakIdKeyDictionary()
+        """The function and operands that made a mask, which is the same where it was written twice."""
+        self.operands: list[Any] = []  # which live as long as their ids are compared
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func in _STATISTICS:
+            return _STATISTICS[func](*args, **named)
+        if func in (*_BY_CLASS, *_BY_ELEMENT) and (found := self._loss(func, args, named)) is not None:
+            return found
+        result = func(*args, **named)
+        if func is Tensor.__getitem__ and _picks(*args):
+            x, mask = args
+            source = x if torch.is_grad_enabled() else x.detach()
+            self.picked[result] = source, mask, (source._version, mask._version, result._version)
+        elif _is_mask(result) and not named:
+            versions = [arg._version for arg in args if isinstance(arg, Tensor)]
+            self.operands.append(args)
+            self.origins[result] = (func, *map(self._origin, args), *versions, result._version)
+        return result
+
+    def _origin(self, x: Any) -> Any:
+        """Return what is equal for equal masks."""
+        if not isinstance(x, Tensor):
+            return repr(x)
+        known = self.origins.get(x)
+        return known if known is not None and known[-1] == x._version else id(x)
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
+        """Return the loss of all positions of which the others do not count; None where it is of another kind."""
+        given = signature(func).bind(*args, **named)
+        given.apply_defaults()
+        options = given.arguments
+        x, y = options.pop("input"), options.pop("target")
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x in self.picked and y in self.picked):
+            return None
+        versions = [(*(each._version for each in self.picked[given][:2]), given._version) for given in (x, y)]
+        (x, mask, one), (y, other, two) = self.picked[x], self.picked[y]
+        if versions != [one, two]:  # something was written since
+            return None
+        old = options.get("size_average") is not None or options.get("reduce") is not None
+        if self._origin(mask) != self._origin(other) or old or options["reduction"] not in ("mean", "sum"):
+            return None
+        if func in _BY_CLASS:
+            if x.dim() != mask.dim() + 1 or y.shape != mask.shape or y.is_floating_point():
+                return None
+            target = torch.where(mask, y, options["ignore_index"]).flatten()
+            loss: Tensor = func(x.flatten(0, -2), target, **options)
+            return loss
+        if x.shape != y.shape or options.get("weight") is not None or options.get("pos_weight") is not None:
+            return None
+        wide = mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+        x, y = torch.where(wide, x, _NOT_PICKED), torch.where(wide, y, _NOT_PICKED)
+        each = torch.where(wide, func(x, y, **{**options, "reduction": "none"}), 0.0)
+        return each.sum() if options["reduction"] == "sum" else each.sum() / (mask.sum() * (x.numel() // mask.numel()))
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.bool and x.dim() > 0
+
+
+def _picks(x: Any, index: Any) -> bool:
+    return _is_mask(index) and isinstance(x, Tensor) and x.shape[: index.dim()] == index.shape
+
+
+def _cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    if fweights is not None or aweights is not None or x.dim() > 2:
+        return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
+    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    rows = rows - rows.mean(1, keepdim=True)
+    return (rows @ rows.mH / (rows.shape[1] - correction)).squeeze()
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    covariance = _cov(x)
+    if covariance.dim() == 0 or covariance.is_complex():
+        return torch.corrcoef(x)
+    deviations = covariance.diagonal().sqrt()
+    return (covariance / deviations[:, None] / deviations).clamp(-1, 1)
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Of classes up to `minlength`: a larger one, which would make the result longer, is an error of the index."""
+    if not minlength or x.dim() != 1:
+        return torch.bincount(x, weights, minlength)
+    dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
+    counted = torch.ones_like(x, dtype=dtype) if weights is None else weights.to(dtype)
+    return torch.zeros(minlength, dtype=dtype, device=x.device).scatter_add(0, x.long(), counted)
+
+
+_STATISTICS: Mapping[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.cov, Tensor.cov), _cov),
+    **dict.fromkeys((torch.corrcoef, Tensor.corrcoef), _corrcoef),
+    **dict.fromkeys((torch.bincount, Tensor.bincount), _bincount),
+}
