@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batc
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import build_result, plain_result, returned_outputs
-from .step.same_batch import check_same_batch, compare_gradient, is_checked
+from .step.same_batch import check_same_batch, check_same_gradients, is_checked, record_gradient
 from .step.stale_weights import watch_weights
 from .step.step_checks import StepChecks
 from .tensors.torch_functions import mark_result, with_plain_gradient
@@ -49,6 +49,8 @@ class Calls:
     check_batch_every: int
     number: int = 0
     compared: bool = False
+    gradients: dict[str, list[float]] = field(default_factory=dict)
+    """Two numbers of each gradient that came back in the last step, before a call that is checked."""
 
     def __post_init__(self) -> None:
         self.program, self.state, self.heartbeat = self.first.program, self.first.state, self.watch.heartbeat
@@ -110,8 +112,8 @@ class Calls:
                     self.heartbeat.watch_backward(output)
                 if not self.first.overlaps_steps:
                     watch_weights(output, self.state)
-                if is_checked(self.number - 1, self.check_batch_every):
-                    compare_gradient(program.mesh, output, path)
+                if is_checked(self.number, self.check_batch_every):  # the next call compares
+                    record_gradient(output, path, self.gradients)
         return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
 
     @contextlib.contextmanager
@@ -181,9 +183,9 @@ class Calls:
                 whole = bind_named_batch(program, first)
             else:
                 whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+            inputs = plain_inputs(whole) if local else local_inputs(program, whole)
             if self.variants is None:
                 check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
-            inputs = plain_inputs(whole) if local else local_inputs(program, whole)
             if comparing is not None:
                 stated.update(stated_step(self.program.mesh, self.program_digest, whole, own_part=local))
             bound = whole
@@ -207,6 +209,8 @@ class Calls:
         if checked:
             with self.watch("the comparison of batches"):
                 check_same_batch(self.program.mesh, bound, tuple(program.input_placements), local)
+                check_same_gradients(self.program.mesh, self.gradients)
+                self.gradients.clear()
         return inputs
 
     def _step(self, variant: Variant, inputs: dict[str, torch.Tensor], training: bool) -> StepResult:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..device.groups import several_ranks, shared_group
+from ..comm.agreement import gather
+from ..device.groups import several_ranks
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError, MismatchProblem
 
@@ -74,32 +75,34 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None
             raise BatchError(_message(mesh, different, (other, rank), local))
 
 
-def compare_gradient(mesh: MeshHandle, output: torch.Tensor, path: str) -> None:
-    """Raise a MismatchProblem in the backward of `output`, on every rank, where its gradient differs between ranks by more than
-    kernels that add in another order do. `path`: of the output in the model's result, empty for the loss."""
-    if not several_ranks() or output.grad_fn is None:
-        return
-    group = shared_group("gradients", backend="gloo")  # a rank that leaves the backward out is in a collective of another
+def record_gradient(output: torch.Tensor, path: str, found: dict[str, list[float]]) -> None:
+    """Put two numbers of the gradient of `output` into `found`, once its backward has begun: its norm, and a sum by place."""
 
-    def check(gradients: tuple[torch.Tensor, ...]) -> None:
-        row = torch.zeros(2, dtype=torch.float64)
+    def record(gradients: tuple[torch.Tensor | None, ...]) -> None:
         if gradients[0] is not None and not isinstance(gradients[0], DTensor):  # that of a penalty is one on all ranks
             flat = gradients[0].detach().flatten().double()
             slope = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
-            row = torch.stack([flat.norm(), (flat * slope).sum()]).cpu()
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row, group)
-        every = torch.stack(rows)
-        apart = (every - every[0]).abs().amax(1) > _SAME_GRADIENT * every[:, 0].amax()
-        if every.isfinite().all() and apart.any():
-            one, other = (mesh.describe(rank) for rank in (0, int(apart.int().argmax())))
-            raise MismatchProblem(
-                f"{one} and {other} went on with {path or 'the loss'} in different ways: outside of the model every rank has the "
-                "whole batch, so draw random numbers there alike on all ranks (torch.manual_seed(seed), without the rank), and "
-                "leave factors of a rank out"
-            )
+            found[path] = torch.stack([flat.norm(), (flat * slope).sum()]).tolist()
 
-    output.grad_fn.register_prehook(check)
+    if several_ranks() and output.grad_fn is not None:
+        output.grad_fn.register_prehook(record)
+
+
+def check_same_gradients(mesh: MeshHandle, found: Mapping[str, list[float]]) -> None:
+    """Raise a MismatchProblem on every rank where gradients that came back into the program differ between ranks by more than
+    kernels that add in another order do. All ranks call it, with what `record_gradient` found."""
+    every = gather(dict(found)) if several_ranks() else []
+    for path in sorted(set().union(*every)):
+        ranks = [rank for rank, each in enumerate(every) if path in each]
+        rows = torch.tensor([every[rank][path] for rank in ranks], dtype=torch.float64)
+        apart = (rows - rows[0]).abs().amax(1) > _SAME_GRADIENT * rows[:, 0].amax()
+        if rows.isfinite().all() and apart.any():
+            one, other = (mesh.describe(ranks[at]) for at in (0, int(apart.int().argmax())))
+            raise MismatchProblem(
+                f"{one} and {other} went on with {path or 'the loss'} in different ways in the last step: outside of the model "
+                "every rank has the whole batch, so draw random numbers there alike on all ranks (torch.manual_seed(seed), "
+                "without the rank), and leave factors of a rank out"
+            )
 
 
 def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:

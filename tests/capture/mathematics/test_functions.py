@@ -269,5 +269,9 @@ def test_a_recovered_operation_is_of_the_module_that_wrote_it() -> None:
 
 def test_a_candidate_that_takes_other_sizes_is_none() -> None:
     """The alpha of a radiance field: rows times a concatenation, of which one part has one element."""
-    written = operations(lambda x, *_: 1 - torch.exp(-x * torch.cat([x[:, 1:] - x[:, :-1], torch.full_like(x[:, :1], 1e2)], -1)))
-    assert "aten.cat" in written
+
+    def alpha(x: Tensor, *_: Tensor) -> Tensor:
+        steps = torch.cat([x[..., 1:] - x[..., :-1], torch.full_like(x[..., :1], 1e2)], -1)
+        return 1 - torch.exp(-x * steps)
+
+    assert "aten.cat" in operations(alpha)
