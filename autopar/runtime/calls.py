@@ -23,7 +23,8 @@ from .state.fsdp import begin_call, reshard_all
 from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, check_branches, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
-from .step.outputs import build_result, plain_result, returned_outputs
+from .step.outputs import returned_outputs
+from .step.results import build_result, plain_result
 from .step.same_batch import check_same_batch, is_checked
 from .step.step_checks import StepChecks
 from .tensors.torch_functions import mark_result, with_plain_gradient

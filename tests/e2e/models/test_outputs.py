@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.runtime.step.outputs import LeftOut
+from autopar.runtime.step.results import LeftOut
 
 Pair = namedtuple("Pair", "loss logits")
 
@@ -204,7 +204,7 @@ import torch, torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as Output
 from support.models.small_models import make
 import autopar
-from autopar.runtime.step.outputs import LeftOut
+from autopar.runtime.step.results import LeftOut
 model, batch = make("gpt2", torch.float32, 8)
 expected = model(**batch)
 parallel = autopar.parallelize(model, "local:2", batch, force="dp=2", outputs=("logits",), cache=False)
