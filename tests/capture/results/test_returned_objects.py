@@ -173,3 +173,29 @@ def test_a_dictionary_that_is_a_dataclass() -> None:
     plain, found = both(lambda x, h: modeling_outputs.CausalLMOutput(logits=h, hidden_states=(h, x + 1)))
     assert type(found) is type(plain) and list(found) == list(plain) and found.loss is None
     assert found[1][1] is plain.hidden_states[1]
+
+
+class Autoencoder(nn.Module):
+    """Returns its input, a parameter, a buffer as it was, and another that nothing writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("fixed", torch.ones(6))
+
+    def forward(self, x: Tensor) -> list[Any]:
+        h, before = self.layer(x) * self.scale, self.mean.clone()
+        self.mean.lerp_(h.detach().mean(0), 0.5)
+        return [h, x, self.scale, before, self.fixed, {"x": x}]
+
+
+def test_inputs_parameters_and_buffers_are_returned() -> None:
+    """They were refused."""
+    graph = capture(Autoencoder(), (X,))
+    blocks = {block.name: block for block in graph.blocks}
+    nodes = [node for call in graph.calls for node in blocks[call.block].nodes]
+    copied = [node.operands()[0] for node in nodes if node.op == "aten.clone"]
+    assert set(copied) == {"x", "scale", "mean", "fixed"} and [output.path for output in graph.outputs][1:] == [*"1234", "5.x"]
+    ops = [node.op for node in nodes if node.operands()[:1] == ("mean",)]
+    assert ops.index("aten.clone") < ops.index("aten.lerp.Scalar")  # as it was
