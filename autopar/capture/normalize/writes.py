@@ -88,8 +88,8 @@ def filled(flat: FlatGraph) -> FlatGraph:
 
 def returned_as_given(flat: FlatGraph) -> FlatGraph:
     """An input, parameter or buffer that is an output (``return reconstruction, x``) is returned as a copy: operations make all
-    outputs. That of a parameter or buffer is made where it is read first: on its stage of a pipeline, and before a write. Inputs are
-    on every stage."""
+    outputs. That of a parameter or buffer is made where it is read first: on its stage of a pipeline, and before a write; inputs
+    are on every stage."""
     graph = Lookup(flat)
     copies = {name: f"{name}_returned" for _, name in flat.outputs if name not in graph.producers}
     inputs = {value.name for value in flat.inputs}
