@@ -117,7 +117,7 @@ def bind_inputs(
 
 
 def _remedy(flat: Iterable[tuple[Any, Any]]) -> str:
-    """What to pass instead of these leaves, none of which is a tensor."""
+    """Return the words for what to pass instead of these leaves, none of which is a tensor."""
     for keys, leaf in flat:
         path, kind = ".".join(map(path_word, keys)), type(leaf).__name__
         if hasattr(leaf, "shape"):

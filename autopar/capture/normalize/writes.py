@@ -86,7 +86,7 @@ def filled(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
-def returned_as_given(flat: FlatGraph) -> FlatGraph:
+def result_copies(flat: FlatGraph) -> FlatGraph:
     """An input, parameter or buffer that is an output (``return reconstruction, x``) is returned as a copy: operations make all
     outputs. That of a parameter or buffer is made where it is read first: on its stage of a pipeline, and before a write; inputs
     are on every stage."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,26 +30,34 @@ class _Batch:
         self.cls, self.parts = cls, parts
 
 
-register_pytree_node(
-    _Batch,
-    lambda batch: (list(batch.parts.values()), (batch.cls, tuple(batch.parts))),
-    lambda values, context: instance_of(context[0], dict(zip(context[1], values, strict=True))),
-    serialized_type_name="autopar.Batch",
-    flatten_with_keys_fn=lambda batch: (
-        [(MappingKey(text), value) for text, value in zip(key_texts(batch.parts), batch.parts.values(), strict=True)],
-        (batch.cls, tuple(batch.parts)),
-    ),
-)
+@cache
+def _registered() -> None:
+    """Make a batch a node of torch's trees."""
+    register_pytree_node(
+        _Batch,
+        lambda batch: (list(batch.parts.values()), (batch.cls, tuple(batch.parts))),
+        lambda values, context: instance_of(context[0], dict(zip(context[1], values, strict=True))),
+        serialized_type_name="autopar.Batch",
+        flatten_with_keys_fn=lambda batch: (
+            [(MappingKey(text), value) for text, value in zip(key_texts(batch.parts), batch.parts.values(), strict=True)],
+            (batch.cls, tuple(batch.parts)),
+        ),
+    )
 
 
 def flatten_arguments(arguments: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], TreeSpec]:
     """Return the leaves of the arguments of a call, each with its path, and their structure."""
-    return tree_flatten_with_path(tree_map(_opened, arguments))
+    return tree_flatten_with_path(_tree(arguments))
 
 
 def map_arguments(function: Callable[[Any, Any], Any], arguments: Mapping[str, Any]) -> Any:
     """Return the arguments with the function of its path and itself for each leaf."""
-    return tree_map_with_path(function, tree_map(_opened, arguments))
+    return tree_map_with_path(function, _tree(arguments))
+
+
+def _tree(arguments: Mapping[str, Any]) -> Any:
+    _registered()
+    return tree_map(_opened, arguments)
 
 
 def _opened(leaf: Any) -> Any:
