@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
 from autopar.runtime.call_keys import batch_votes
+from autopar.runtime.step.arguments import flatten_arguments
 from autopar.runtime.step.inputs import constant_text, path_word
 
 TARGET = "target"
@@ -81,7 +82,7 @@ def bind_inputs(
             given[argument] = value
     forced = {key: value for key, value in _FORCED.items() if key in signature.parameters and given.get(_CACHE) is None}
     given |= forced
-    flat, spec = tree_flatten_with_path(given)
+    flat, spec = flatten_arguments(given)
     tensors: dict[str, Tensor] = {}
     leaves: list[Any] = []
     arguments: list[Argument] = []
@@ -101,7 +102,7 @@ def bind_inputs(
             optional = path in forced or (default is not None and _same(default.default, leaf))
             arguments.append(Argument(path, constant=text, optional=optional))
     if not tensors:
-        raise CaptureError("the example inputs hold no tensor; pass a dict of keyword arguments or a tuple")
+        raise CaptureError(f"the example inputs hold no tensor; {_remedy(flat)}")
     dims = batch_dims_of(tensors, {argument.path: argument.input for argument in arguments if argument.input}, batch_dim)
     tensors = {own: tensor.movedim(dims[own], 0) if own in dims else tensor for own, tensor in tensors.items()}
     arguments = [replace(argument, batch_dim=dims.get(argument.input, 0)) for argument in arguments]
@@ -113,6 +114,17 @@ def bind_inputs(
     ]
     positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+
+
+def _remedy(flat: Iterable[tuple[Any, Any]]) -> str:
+    """Return the words for what to pass instead of these leaves, none of which is a tensor."""
+    for keys, leaf in flat:
+        path, kind = ".".join(map(path_word, keys)), type(leaf).__name__
+        if hasattr(leaf, "shape"):
+            return f"{path} is a {kind}: pass torch.as_tensor of it, to the plain model too"
+        if not isinstance(leaf, (bool, int, float, str, type(None))):
+            return f"{path} is a {kind}, which is not taken apart: pass a dataclass, a SimpleNamespace or a dict of its tensors"
+    return "pass a dict of keyword arguments or a tuple"
 
 
 def _with_target(signature: inspect.Signature) -> inspect.Signature:

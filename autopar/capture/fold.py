@@ -16,7 +16,6 @@ from torch import nn
 from autopar.capture.flat import FlatGraph, rename_operands
 from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
-from autopar.errors import CaptureError
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
@@ -29,7 +28,6 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
     graph_names = {value.name: value.name for value in flat.inputs}
-    check_outputs(flat)
     shapes = BlockShapes(model, flat)
     spans = Spans(
         flat.nodes, layer_lists(model) | called_repeatedly(model, flat.nodes), lambda span: shapes.of(span).fingerprint
@@ -67,17 +65,6 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
         interface=traced.interface,
     )
     return replace(graph, fingerprint=graph_fingerprint(graph))
-
-
-def check_outputs(flat: FlatGraph) -> None:
-    """CaptureError for an output that no operation computes."""
-    given = {value.name for value in flat.inputs} | {source.value.name for source in flat.state_tensors}
-    for path, name in flat.outputs:
-        if name in given:
-            field = path.rpartition(":")[0] or "(the result)"
-            raise CaptureError(
-                f"output {field} is an input, a parameter or a buffer of the model itself: leave it out of outputs"
-            )
 
 
 def glue_name(index: int, total: int) -> str:

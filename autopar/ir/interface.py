@@ -12,7 +12,12 @@ from autopar.ir.names import Line, Name
 Form = str | int | float | bool | None | tuple["Form", ...]
 """The form of the model's result: ``("loss",)``, or ``("loss", dims)`` where it has dimensions, of one element; ``("output",
 path)``; ``("constant", value)``; ``("tuple", (form, ...))``; ``("list", (form, ...))``; ``("dict", ((key, form), ...))``;
-``("class", "module:name", ((field, form), ...))``; None for what is left out."""
+``("class", "module:name", ((field, form), ...))``; None for what is left out.
+
+A dictionary has the forms of its keys before the pairs where these are no texts: ``("dict", (form, ...), ((text, form), ...))``,
+and so has one of a class. ``("defaultdict", form of the factory, form of the dict)``. Beside tensors: ``("member", "module:enum",
+form of the value)``; ``("named", "module:name")`` of a class, function or dtype; ``("device", text)``; ``("size", path, dim)`` of
+an output; ``("object", type)`` of what no plan can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,8 @@ def loss_path(form: Form) -> str | None:
     kind, *rest = form if isinstance(form, tuple) else (None,)
     if kind == "loss":
         return ""
+    if kind == "defaultdict":
+        return loss_path(rest[-1])
     parts: Any = rest[-1] if kind in ("tuple", "list", "dict", "class") else ()
     for key, each in enumerate(parts) if kind in ("tuple", "list") else parts:
         found = loss_path(each)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path
 
 from .module import Program
 from .plain.frozen_reads import Change
+from .step.arguments import flatten_arguments
 from .step.inputs import constant_text, model_placements, path_word
 
 
@@ -54,13 +54,13 @@ class KeyedCall(NamedTuple):
 def call_leaves(program: Program, arguments: Mapping[str, Any], times: int) -> tuple[tuple[tuple[str, str], ...], int]:
     """Return the arguments of a call by path, in words, and the size of its global batch, which has `times` that of the
     arguments."""
-    leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in tree_flatten_with_path(arguments)[0]]
+    leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in flatten_arguments(arguments)[0]]
     paths = {name: path for path, name in program.arguments.items()}
     dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
     own = batch_size(leaves, dims)
-    constants = {**program.constants, **program.defaults}
+    constants, tensors = {**program.constants, **program.defaults}, set(paths.values())
     words = tuple(
-        (path, _words(leaf, own, dims.get(path, 0)))
+        (path, constant_text(leaf) if _is_number(leaf) and path not in tensors else _words(leaf, own, dims.get(path, 0)))
         for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
         if not (leaf is None and path not in program.constants) and not _is_default(constants, program.defaults, path, leaf)
     )
@@ -87,6 +87,11 @@ def batch_size(leaves: list[tuple[str, Any]], dims: Mapping[str, int]) -> int:
     votes = batch_votes(leaf for _, leaf in leaves if hasattr(leaf, "shape"))
     sizes = Counter(int(leaf.shape[own[id(leaf)]]) for leaf in votes if len(leaf.shape) > own[id(leaf)])
     return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def _is_number(leaf: Any) -> bool:
+    """Return whether a leaf is a number of numpy, which is a constant as one of Python is."""
+    return getattr(leaf, "shape", None) == () and not isinstance(leaf, torch.Tensor)
 
 
 def _words(leaf: Any, batch: int, dim: int) -> str:

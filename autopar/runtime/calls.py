@@ -24,7 +24,8 @@ from .state.fsdp import begin_call, reshard_all
 from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batch, check_branches, local_inputs, plain_inputs
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
-from .step.outputs import build_result, plain_result, returned_outputs
+from .step.outputs import returned_outputs
+from .step.results import build_result, plain_result
 from .step.same_batch import check_same_batch, check_same_gradients, is_checked, record_gradient
 from .step.stale_weights import watch_weights
 from .step.step_checks import StepChecks

@@ -83,7 +83,7 @@ class Parallel(ShardedModule):
         cuda_graph: bool = False,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
-        structure of the model's result (`outputs.build_result`); without it a call returns the loss, or a namespace of it and the
+        structure of the model's result (`results.build_result`); without it a call returns the loss, or a namespace of it and the
         outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
         in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of

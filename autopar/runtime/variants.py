@@ -33,7 +33,8 @@ from .state.materialize import State
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
-from .step.outputs import EVERYTHING, leaves_out
+from .step.outputs import EVERYTHING
+from .step.results import leaves_out
 from .step.step_graph import StepGraph
 
 MOST_VARIANTS = 64

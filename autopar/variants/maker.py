@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 from autopar import errors
 from autopar.capture.bind import TARGET
@@ -37,6 +36,7 @@ from autopar.runtime.device.axis import shares_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.runtime.progress import working
+from autopar.runtime.step.arguments import flatten_arguments, map_arguments
 from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.variants import LOGGER, VariantParts
@@ -124,13 +124,15 @@ class VariantMaker:
 
         def on_meta(keys: tuple[Any, ...], x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
-                return x
+                if not (hasattr(x, "__array__") and x.shape):  # no array; numpy's numbers are constants
+                    return x
+                x = torch.as_tensor(x)
             shape, dim = list(x.shape), dims.get(".".join(map(path_word, keys)), 0)
             if x.dim() > dim and shape[dim] == own:
                 shape[dim] = call.batch
             return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad and torch.is_grad_enabled())
 
-        arguments = tree_map_with_path(on_meta, _tensors(dict(call.arguments)))
+        arguments = map_arguments(on_meta, dict(call.arguments))
         options = dict(self.options)
         options["outputs"] = tuple(dict.fromkeys((*options["outputs"], *call.key.outputs)))
         if TARGET not in arguments:
@@ -163,15 +165,6 @@ def _small_fields(graph: Graph) -> tuple[str, ...]:
     return tuple(output.asked for output, value in sizes if value is None or value_bytes(value, graph.batch) <= MOST_BYTES)
 
 
-def _tensors(arguments: dict[str, Any]) -> Any:
-    """Return the arguments with arrays as tensors, as a call takes them."""
-
-    def as_tensor(x: Any) -> Any:
-        return torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, torch.Tensor) else x
-
-    return tree_map_only(object, as_tensor, arguments)
-
-
 @contextmanager
 def unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """The model with these parameters taking gradients, and as it was afterwards."""
@@ -198,7 +191,7 @@ def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
 def placed_values(graph: Graph, call: KeyedCall) -> dict[str, Mapping[str, Placement]]:
     """Return the placements by name in the graph, by model axis, of the DTensors of a call. A result that has the path of such
     an argument (``past_key_values.keys.0``) is what the next call is given, and is placed like it."""
-    leaves, _ = tree_flatten_with_path(dict(call.arguments))
+    leaves, _ = flatten_arguments(call.arguments)
     given = {".".join(map(path_word, keys)): _placements(leaf) for keys, leaf in leaves if isinstance(leaf, DTensor)}
     arguments = graph.interface.arguments if given and graph.interface is not None else ()
     out: dict[str, Mapping[str, Placement]] = {each.input: given[each.path] for each in arguments if each.path in given}

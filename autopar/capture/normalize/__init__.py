@@ -15,7 +15,7 @@ from autopar.capture.normalize.mathematics import real_products, written_out
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import broadcasts, casts, equal_casts, factories, group_norms, no_ops, reshapes, squeezes
 from autopar.capture.normalize.unflatten import unflatten
-from autopar.capture.normalize.writes import buffers_as_they_were, copies, filled
+from autopar.capture.normalize.writes import buffers_as_they_were, copies, filled, result_copies
 
 REWRITES = (
     casts,
@@ -50,6 +50,7 @@ REWRITES = (
     reshapes,
     no_ops,
     drop_dead,
+    result_copies,
     buffers_as_they_were,
 )
 

@@ -86,6 +86,29 @@ def filled(flat: FlatGraph) -> FlatGraph:
     return rewrite_nodes(flat, step)
 
 
+def result_copies(flat: FlatGraph) -> FlatGraph:
+    """An input, parameter or buffer that is an output (``return reconstruction, x``) is returned as a copy: operations make all
+    outputs. That of a parameter or buffer is made where it is read first: on its stage of a pipeline, and before a write; inputs
+    are on every stage."""
+    graph = Lookup(flat)
+    copies = {name: f"{name}_returned" for _, name in flat.outputs if name not in graph.producers}
+    inputs = {value.name for value in flat.inputs}
+    waiting = dict.fromkeys(copies)
+
+    def copied(name: str, module: str) -> Node:
+        del waiting[name]
+        return Node(CLONE, (Ref(name),), (), (replace(graph.values[name], name=copies[name]),), module=module)
+
+    def step(node: Node) -> Rewritten | None:
+        read = [name for name in dict.fromkeys(node.operands()) if name in waiting and name not in inputs]
+        return (*(copied(name, node.module) for name in read), node), {}
+
+    flat = rewrite_nodes(flat, step) if copies else flat
+    last = tuple(copied(name, "") for name in list(waiting))
+    outputs = tuple((path, copies.get(name, name)) for path, name in flat.outputs)
+    return replace(flat, nodes=(*flat.nodes, *last), outputs=outputs)
+
+
 def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
     """Buffers that are written are copied where their old values are needed afterwards: by a backward (a queue of keys that the
     loss reads, a mask that it computes again), and by another buffer (``self.before, self.now = self.now, y``). Each new value is

@@ -7,17 +7,21 @@ of all of them (of the first one where none takes gradients), so that the planne
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
+from autopar.capture.results.constants import constant_form, factory_form, key_forms
 from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form, loss_path
 from autopar.runtime.step.outputs import EVERYTHING
+from autopar.runtime.step.structures import is_object, parts_of
 
 _NUMBERS = (SymInt, SymFloat, SymBool)
 
@@ -49,13 +53,15 @@ def find_loss(output: Any, module: nn.Module | None = None, path: str = "") -> T
         candidate = None
     if candidate is None and module is None and not path:
         candidate = only_scalar(output.values() if isinstance(output, Mapping) else output)
+    if not any(candidate is leaf for leaf in leaves):  # a property that computes it: of the parts that come back
+        return None
     return candidate if isinstance(candidate, Tensor) and is_scalar(candidate) else None
 
 
 def _at(item: Any, path: str) -> Any:
     """The part of a result at a path; None where it has none."""
     for key in path.split("."):
-        item = dict(_parts(item)).get(key) if item is not None else None
+        item = dict(parts_of(item)).get(key) if item is not None else None
     return item
 
 
@@ -128,7 +134,7 @@ def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "", module: 
     loss = find_loss(result, module, said)
     usual = usual_kind or ("full" if loss is not None else "gradient")
     taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything)
-    form = taking.form(result, "")
+    form = taking.whole_form(result)
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
         there = ", ".join(dict.fromkeys((*taking.outputs, *taking.left_out))) or "nothing beside the loss"
@@ -149,7 +155,8 @@ def within(path: str, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class _Taking:
-    """`everything`: all tensors are asked for, but those inside of objects (a key-value cache)."""
+    """`everything`: all tensors are asked for, but those inside of objects (a key-value cache). `around`: the objects that an
+    item is a part of; `complete`: all outputs are known, whose sizes may be numbers of the result."""
 
     loss: Tensor | None
     asked: tuple[str, ...]
@@ -157,6 +164,14 @@ class _Taking:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    around: list[int] = field(default_factory=list)
+    complete: bool = False
+
+    def whole_form(self, result: Any) -> Form:
+        """The form of the whole result: of a second look, which knows all outputs."""
+        self.form(result, "")
+        self.left_out, self.complete = [], True
+        return self.form(result, "")
 
     def form(self, item: Any, path: str) -> Form:
         """The form of an item; also fills `outputs`, `left_out` and `seen`."""
@@ -172,57 +187,66 @@ class _Taking:
             self.outputs[path] = item
             return ("output", path)
         if isinstance(item, _NUMBERS):
-            raise CaptureError(
-                f"the model returns {path or 'a number'} as a number that is taken of a tensor or of the batch's size (.item(), "
-                "int()), which the capture does not know: return the tensor, and call .item() on what the parallel model returns"
-            )
-        if item is None or isinstance(item, (bool, int, float, str)):
-            return ("constant", item)
-        parts = dict(_parts(item))
+            return self._size(item, path)
+        if type(item) is not tuple and (form := constant_form(item)) is not None:
+            return form
+        if id(item) in self.around:  # it holds itself
+            return ("object", type(item).__name__)
+        parts = dict(parts_of(item))
         if not parts:
-            self.left_out += [path] if not isinstance(item, (tuple, list, dict)) and path else []
-            return (kind, ()) if (kind := _kind(item)) in ("tuple", "list", "dict") else None
+            return self._without_parts(item, path)
         concerns = not path or any(self._concerns(path, each) for each in self.asked)
         if not concerns and not any(leaf is self.loss for leaf in _leaves(item)):
             inside = not isinstance(item, (Mapping, tuple, list)) and not dataclasses.is_dataclass(item)
             if inside or not self.everything:
                 self.left_out.append(path)
                 return ("constant", None) if inside else None
+        self.around.append(id(item))
         forms = tuple((key, self.form(value, f"{path}.{key}" if path else key)) for key, value in parts.items())
-        kind = _kind(item)
-        if kind == "dict":
-            return ("dict", forms)
-        if kind in ("tuple", "list"):
-            return (kind, tuple(form for _, form in forms))
-        return ("class", f"{type(item).__module__}:{type(item).__qualname__}", forms)
+        self.around.pop()
+        return _compound_form(item, forms)
+
+    def _without_parts(self, item: Any, path: str) -> Form:
+        """The form of an empty container or object; of what a plan cannot hold, such as a module, that it is this."""
+        if isinstance(item, (Mapping, tuple, list)) or is_object(item):
+            return _compound_form(item, ())
+        return ("object", type(item).__name__) if path else None
+
+    def _size(self, number: Any, path: str) -> Form:
+        """The form of a number that the trace does not know: a size of an output. CaptureError for another one that the user may
+        see."""
+        for name, output in self.outputs.items():
+            for dim, size in enumerate(output.shape):
+                if isinstance(size, SymInt) and size.node.expr == number.node.expr:
+                    return ("size", name, dim)
+        if not self.complete or any(word.startswith("_") for word in path.split(".")):
+            return ("object", "number of the batch")
+        raise CaptureError(
+            f"the model returns {path or 'a number'} as a number that is taken of a tensor or of the batch's size (.item(), "
+            "int()), which the capture does not know: return the tensor, and call .item() on what the parallel model returns"
+        )
 
     @staticmethod
     def _concerns(path: str, asked: str) -> bool:
         return within(path, asked) or asked.startswith(f"{path}.")
 
 
-def _kind(item: Any) -> str:
-    """``tuple``, ``list`` or ``dict`` for exactly these types, else ``class``."""
-    return type(item).__name__ if type(item) in (tuple, list, dict) else "class"
+def _compound_form(item: Any, forms: tuple[tuple[str, Form], ...]) -> Form:
+    """The form of an item of the forms of its parts."""
+    if type(item) in (tuple, list):
+        return (type(item).__name__, tuple(form for _, form in forms))
+    keys = key_forms(item) if isinstance(item, Mapping) else ()
+    if type(item) is dict:
+        return ("dict", *keys, forms)
+    if type(item) is defaultdict:
+        return ("defaultdict", factory_form(item.default_factory), ("dict", *keys, forms))
+    return ("class", f"{type(item).__module__}:{type(item).__qualname__}", *keys, forms)
 
 
-def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    """The named parts of a compound item, in order."""
-    if dataclasses.is_dataclass(item):
-        yield from ((each.name, getattr(item, each.name, None)) for each in dataclasses.fields(item))
-    elif isinstance(item, Mapping):
-        yield from ((str(key), value) for key, value in item.items())
-    elif isinstance(item, tuple) and hasattr(item, "_fields"):
-        yield from zip(item._fields, item, strict=True)
-    elif isinstance(item, (tuple, list)):
-        yield from ((str(index), value) for index, value in enumerate(item))
-    elif hasattr(item, "__dict__"):
-        yield from ((key, value) for key, value in vars(item).items() if not key.startswith("_"))
-
-
-def _leaves(item: Any) -> Iterator[Tensor]:
+def _leaves(item: Any, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors of a result. `around`: the objects that an item is a part of."""
     if isinstance(item, Tensor):
         yield item
-    elif item is not None and not isinstance(item, (bool, int, float, str, *_NUMBERS)):
-        for _, value in _parts(item):
-            yield from _leaves(value)
+    elif id(item) not in around and not isinstance(item, (enum.Enum, str, *_NUMBERS)):
+        for _, value in parts_of(item):
+            yield from _leaves(value, (*around, id(item)))

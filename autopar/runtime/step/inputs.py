@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
 from ..comm.conversions import dtensor_placement, shard_of
 from ..comm.convert import convert
@@ -21,6 +21,7 @@ from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError
 from ..module import Program
+from .arguments import flatten_arguments
 from .outputs import FirstOrder
 
 REPLAN = "plan again with other example inputs"
@@ -139,7 +140,7 @@ def arguments_by_name(program: Program, args: tuple[Any, ...], keywords: Mapping
 def _arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return every leaf of the arguments by its path. An argument that is None but was captured as a tensor counts as left
     out."""
-    leaves, _ = tree_flatten_with_path(arguments_by_name(program, args, keywords))
+    leaves, _ = flatten_arguments(arguments_by_name(program, args, keywords))
     values = {".".join(map(path_word, keys)): leaf for keys, leaf in leaves}
     constants = {**program.constants, **program.defaults}
     return {path: leaf for path, leaf in values.items() if leaf is not None or path in constants}

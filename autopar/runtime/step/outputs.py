@@ -1,19 +1,16 @@
-"""The results of `parallel(...)`: the model's own result class, rebuilt around the loss and the outputs of the program.
+"""The outputs of a program as `parallel(...)` returns them (`results`: in the model's own class).
 
 An output comes back as a full tensor that takes gradients (every rank computes the same with it), as a full tensor without, or as
 a DTensor."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ..comm.conversions import dtensor_placement, shard_of
 from ..comm.convert import convert
@@ -21,9 +18,6 @@ from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import RuntimeProblem
 from ..module import Program
-
-Form = Any
-"""The structure of the result as nested tuples, like `ir.interface.Form`."""
 
 EVERYTHING = "*"
 """Asks for all tensors of the result: what a call without gradients returns."""
@@ -204,99 +198,3 @@ class FirstOrder(torch.autograd.Function):
                 "collectives have first derivatives only: run the penalty on the plain model"
             )
         return grad
-
-
-# -- the user's class
-
-
-def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], path: str = "") -> Any:
-    """The result in the given form, with a `LeftOut` for each tensor that the program does not return. A class that this process
-    has not loaded becomes a plain namespace."""
-    if form is None:
-        return LeftOut(path)
-    kind, *rest = form
-    if kind == "loss":
-        return loss.reshape([1] * rest[0]) if rest else loss
-    if kind == "output":
-        return outputs[rest[0]]
-    if kind == "constant":
-        return rest[0]
-    parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
-    fields: dict[Any, Any] = {
-        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts
-    }
-    if kind in ("tuple", "list"):
-        return tuple(fields.values()) if kind == "tuple" else list(fields.values())
-    return fields if kind == "dict" else _instance(_class(rest[0]), fields)
-
-
-def leaves_out(form: Form) -> bool:
-    """Return whether a result of this form lacks tensors."""
-    if form is None or not isinstance(form, tuple) or form[0] in ("loss", "output", "constant"):
-        return form is None
-    parts = form[1] if form[0] in ("tuple", "list") else [each for _, each in form[-1]]
-    return any(map(leaves_out, parts))
-
-
-class NotReturned(RuntimeProblem, AttributeError):
-    """A field of the result is used that the program does not return. Also an AttributeError, for libraries that try fields."""
-
-
-class LeftOut:
-    """A field of the result that the program does not return: its first use says how to ask for it."""
-
-    __hash__ = object.__hash__
-
-    def __init__(self, path: str) -> None:
-        self.__dict__["path"] = path
-
-    def __repr__(self) -> str:
-        return f"<{self.__dict__['path']}: not returned>"
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        path = self.__dict__["path"]
-        raise NotReturned(
-            f'the parallel model does not return {path} with gradients on, unless asked to: pass outputs=("{path}",) to '
-            f'autopar.parallelize ("{path}:gradient" where the loss is made of it), or call it under torch.no_grad() or '
-            f'parallel.returning("{path}")'
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy, pickle and numpy try
-            raise AttributeError(name)
-        return self._refuse()
-
-    __setattr__ = __getitem__ = __setitem__ = __call__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __array__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch that is given one."""
-        return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, LeftOut))._refuse()
-
-
-def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:
-    """Return the result of a program without a form: the loss, or a namespace of the loss and the outputs."""
-    return SimpleNamespace(loss=loss, **outputs) if program.outputs else loss
-
-
-def _class(name: str) -> type | None:
-    module, _, path = name.partition(":")
-    value: Any = sys.modules.get(module)
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, type) else None
-
-
-def _instance(cls: Any, fields: dict[str, Any]) -> Any:
-    if cls is None:
-        return SimpleNamespace(**fields)
-    if issubclass(cls, Mapping):  # transformers' ModelOutput is a dataclass and a dictionary in one
-        return cls(**fields) if hasattr(cls, "__dataclass_fields__") else cls(fields)
-    if issubclass(cls, tuple):
-        return cls(*fields.values())
-    instance = cls.__new__(cls)
-    for key, value in fields.items():
-        object.__setattr__(instance, key, value)
-    return instance

@@ -13,14 +13,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.harness.comparison import same_gradients
 from support.harness.rank_pool import ROOT, RankPool
 from support.harness.training_loop import parallel_model
 from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.runtime.step.outputs import LeftOut
+from autopar.runtime.step.results import LeftOut
 
 Pair = namedtuple("Pair", "loss logits")
 
@@ -188,13 +190,12 @@ def test_unknown_outputs_are_refused() -> None:
         capture(Net(), (), {name: x.float() if name == "x" else x for name, x in batch().items()}, outputs=("logitz",))
 
 
-def test_an_input_as_output_is_refused() -> None:
+def test_an_input_may_be_an_output() -> None:
     class Echo(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x).sum(), x
 
-    with pytest.raises(CaptureError, match="output 1 is an input"):
-        capture(Echo(4, 4), (torch.randn(8, 4),), outputs=("1",))
+    assert [each.path for each in capture(Echo(4, 4), (torch.randn(8, 4),), outputs=("1",)).outputs] == ["1"]
 
 
 SCRIPT = """
@@ -204,7 +205,7 @@ import torch, torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as Output
 from support.models.small_models import make
 import autopar
-from autopar.runtime.step.outputs import LeftOut
+from autopar.runtime.step.results import LeftOut
 model, batch = make("gpt2", torch.float32, 8)
 expected = model(**batch)
 parallel = autopar.parallelize(model, "local:2", batch, force="dp=2", outputs=("logits",), cache=False)
@@ -228,3 +229,39 @@ def test_the_class_of_transformers(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "train.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "right" in done.stdout, done.stderr[-3000:]
+
+
+class Policy(nn.Module):
+    """Returns a distribution and its input, by task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, batch: Any) -> dict[int, Any]:
+        h = self.layer(batch.x)
+        return {1: torch.distributions.Normal(h, h.exp()), 0: (batch.x, h.topk(2))}
+
+
+def objects() -> list[Any]:
+    found, plain = list[Any](), Policy()
+    example = {"batch": SimpleNamespace(x=torch.ones(4, 6, dtype=torch.float64))}
+    parallel: Any = autopar.parallelize(Policy(), "local:2", example, force="dp=2")
+    for size in (4, 6):
+        x = torch.randn(size, 6, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+        for model in (plain, parallel):
+            result = model(SimpleNamespace(x=x))
+            score = result[1].log_prob(torch.ones(4, dtype=torch.float64)).sum() + result[0][1].values.sum()
+            score.backward()
+            found.append((list(result), score.item(), result[1].batch_shape, torch.equal(result[0][0], x), result[0][1].indices))
+    same_gradients(parallel, plain)
+    return found
+
+
+def test_objects_are_those_of_one_process(ranks: RankPool) -> None:
+    """Keys that are no texts, private attributes, classes of torch and an input of the model, at two sizes of the batch."""
+    for found in ranks.run(objects, world=2):
+        for expected, each in zip(found[::2], found[1::2], strict=True):
+            assert each[0] == expected[0] and each[1] == pytest.approx(expected[1], rel=1e-12) and each[2:4] == expected[2:4]
+            assert torch.equal(each[4], expected[4])

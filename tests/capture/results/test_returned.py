@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.runtime.step.outputs import build_result
+from autopar.runtime.step.results import build_result
 
 X, Y = torch.randn(4, 6), torch.arange(4) % 3
 
