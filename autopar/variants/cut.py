@@ -1,4 +1,4 @@
-"""Where the graph of a variant is cut into the model chunks of a pipeline: where the weights of the first program are."""
+"""The model chunks of a pipeline in the graph of a variant: it is cut where the weights of the first program are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a pipeline whose last stage computes the loss alone: other batches, and weights that train later, equal one process."""
+"""Calls of a pipeline whose last stage computes the loss alone: other batches, and weights that train later."""
 
 from __future__ import annotations
 
