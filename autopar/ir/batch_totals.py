@@ -64,8 +64,12 @@ def why_one_graph(graph: Graph) -> str:
     where the program has a loss, and gradients flow into parameters only."""
     for output in graph.outputs:
         if output.kind == "gradient":
-            name = f"the output {output.path}" if output.path else "the model's result"
-            return f"gradients come into {name} from a loss outside of the program (loss_fn= puts the loss into it)"
+            value, path = graph.value(output.value), output.path
+            remedy = "loss_fn= puts the loss into it"
+            if path and value is not None and not value.shape:
+                remedy = f'if this is the loss, ask for outputs=("{path}:loss",)'
+            name = f"the output {path}" if path else "the model's result"
+            return f"gradients come into {name} from a loss outside of the program ({remedy})"
     for value in graph.inputs:
         if value.differentiable:
             return f"gradients flow into the input {value.name}"
@@ -113,7 +117,9 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
             found[name] = BatchTotal(block.name, name, have.op)
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
-            raise PlanError(f"{block.name} needs {_named(name, maker, node)} of the whole batch: it takes one micro-batch")
+            once = _equal(have) and isinstance(need, Partial)  # a penalty of weights beside the losses of the examples
+            what = f"adds {_named(name, maker)} to the sum" if once else f"needs {_named(name, maker, node)}"
+            raise PlanError(f"{block.name} {what} of the whole batch: it takes one micro-batch")
     if found and (sum(each.block == block.name for each in graph.calls) > 1 or _nested(block, found)):
         makers = {value.name: node for node in block.nodes for value in node.outputs}
         several = ", ".join(_named(name, makers.get(name)) for name in found)

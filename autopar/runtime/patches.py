@@ -29,7 +29,9 @@ from .compat.hooks import (
     whole_items,
 )
 from .device.rng import seed_stream
+from .plain.sharded_state_dict import refuse_parts_of_states
 from .state.loss_scale import agree_on_overflow
+from .state.optimizer_state import refuse_plain_states
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
@@ -78,6 +80,8 @@ def _patches() -> ExitStack:
         write_through_views,  # calls the handlers above
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
+        refuse_parts_of_states,
+        refuse_plain_states,
         allow_empty_optimizers,
         lambda: muon_updates(batches_of, updates_by_owners),
         # gradients

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +25,7 @@ from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
 from .plain.plain_model import PlainModel
+from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained
@@ -41,24 +40,6 @@ from .transfer.connection import Endpoint
 from .transfer.transfer_plan import TransferPlan
 from .transfer.weight_layout import layout_of_program
 from .transfer.weight_transfer import BUFFER_BYTES, JOIN_SECONDS, WeightTransfer
-
-
-class ShardedStateDict(dict[str, Any]):
-    """The state dict of a parallel model: DTensors, of which each rank holds its shards. Pickling it (torch.save) warns."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(
-            "parallel.state_dict() holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls, "
-            "or use torch.distributed.checkpoint on all ranks",
-            stacklevel=4,
-        )
-        return dict, (dict(self),)
-
-    def __copy__(self) -> ShardedStateDict:
-        return ShardedStateDict(self)
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
 
 
 class ShardedModule(TreeNode):
@@ -105,7 +86,14 @@ class ShardedModule(TreeNode):
         state = super().state_dict(*args, **kwargs)
         if args or kwargs.get("destination") is not None or self.program.mesh.whole_mesh.size() == 1:
             return state
-        return ShardedStateDict(state)
+        return ShardedStateDict(state, self._why_part_of_state(state))
+
+    def _why_part_of_state(self, state: Mapping[str, Any]) -> str:
+        """Return why a plain model cannot load it; "" where it can."""
+        if self.program.mesh.pp.size > 1:
+            return "has the weights of one stage of the pipeline"
+        missing = [] if self.plain is None else self.plain.unfit_keys(state)[0]
+        return f"has no {missing[0]}, which no program uses" if missing else ""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the result of `state_dict`, or the full state dict of the plain model; a part of it where not `strict`."""
@@ -118,12 +106,21 @@ class ShardedModule(TreeNode):
         if self.plain is None or not full:
             self._expert_placement.refuse_state_dict()
             return super().load_state_dict(state_dict, strict)
-        missing, unexpected = self.plain.unfit_keys(state_dict)
+        return self.load_plain_state(state_dict, strict)
+
+    def load_plain_state(self, state: Mapping[str, Any], strict: bool, prefix: str = "") -> Any:
+        """Load the full state dict of the plain model, or of its module whose names begin with `prefix`."""
+        assert self.plain is not None
+        named = {prefix + key: value for key, value in state.items()}
+        missing, unexpected = self.plain.unfit_keys(named, prefix)
         if strict and (missing or unexpected):
-            problem = f"misses {missing[0]}" if missing else f"has {unexpected[0]}, which the model has not"
-            raise StateError(f"the state dict {problem}: pass that of the plain model, or of parallel.full_state()")
-        self._load_full(state_dict, part=not strict)
-        return _IncompatibleKeys(missing, unexpected)
+            odd = ([f"misses {_first_of(missing)}"] if missing else []) + ([f"has {_first_of(unexpected)}"] if unexpected else [])
+            raise StateError(
+                f"the state dict {' and '.join(odd)}{', which the model has not' if unexpected else ''}: pass that of the plain "
+                "model, or of parallel.full_state()"
+            )
+        self._load_full(named, part=not strict or bool(prefix))
+        return _IncompatibleKeys(*([key.removeprefix(prefix) for key in keys] for keys in (missing, unexpected)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse torch.save, pickle and copy.copy."""
@@ -315,3 +312,7 @@ class ShardedModule(TreeNode):
         own = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
         with self._watch("full_gradients"):
             return {name: self.state.broadcast_full(name, own.get(name)) for name in self.state.names_on_any_stage(own)}
+
+
+def _first_of(keys: list[str]) -> str:
+    return keys[0] + (f" ({len(keys) - 1} more)" if len(keys) > 1 else "")

@@ -6,7 +6,6 @@ of its plan where it has the same structure and other sizes (another length, ano
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,7 @@ from autopar.ir.batch_totals import why_one_graph
 from autopar.ir.graph import Block, Call, Graph
 from autopar.ir.interface import Output
 from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS, Axis, Mesh
-from autopar.ir.pipeline.chunk_calls import chunk_calls
-from autopar.ir.pipeline.split_blocks import split_block
+from autopar.ir.pipeline.split_blocks import split_like
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.placement import Placements, Replicate
@@ -40,6 +38,7 @@ from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import divisors
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
+from autopar.variants.cut import cut_like
 
 _ITERATIONS = 100_000
 """The iterations of the simplex method, for the integer program of a variant."""
@@ -61,7 +60,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
         raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
     problems: list[str] = []
-    same = None if placed else in_structure_of(graph, plan.graph)
+    same = None if placed else in_structure_of(split_like(graph, plan.graph), plan.graph)
     most = plan.candidate.mesh.size_of(DATA_AXIS)
     local = any(operation(node.op).rank_statistics for block in graph.blocks for node in block.nodes)
     shares_examples = plan.candidate.pipeline.stages == 1 and not local
@@ -181,55 +180,6 @@ def _with_blocks_by_storage(graph: Graph, stored: Mapping[str, Placements]) -> G
     places = [tuple(stored[name] for name in call.parameters) for call in graph.calls]
     plans = [BlockPlan(call.block, (), at, (), (), (), zero=0) for call, at in zip(graph.calls, places, strict=True)]
     return with_stage_variants(graph, plans)[0]
-
-
-def cut_like(graph: Graph, planned: Graph, pipeline: Pipeline) -> tuple[Graph, tuple[int, ...]]:
-    """Return `graph`, with blocks split where a chunk ends inside of them, and the first call of every chunk but the first.
-    PlanMismatch where its operations read the weights in another order than the chunks hold them."""
-    holders: dict[str, list[int]] = {}
-    for chunk, calls in enumerate(chunk_calls(planned, pipeline)):
-        for index in calls:
-            for name in planned.calls[index].parameters:
-                holders.setdefault(name, []).append(chunk)
-    places: dict[str, set[int]] = {}
-    for call, chunks in _chunks_of_nodes(graph, holders):
-        places.setdefault(call.block, set()).update(at for at in range(1, len(chunks)) if chunks[at] != chunks[at - 1])
-    for block, inside in places.items():
-        if inside:
-            graph = split_block(graph, block, sorted(inside))
-    firsts = [chunks[0] for _, chunks in _chunks_of_nodes(graph, holders)]
-    parts = pipeline.stages * pipeline.virtual
-    if set(firsts) != set(range(parts)):
-        raise PlanMismatch(f"it computes nothing in {parts - len(set(firsts))} of the {parts} model chunks of the pipeline")
-    return graph, tuple(firsts.index(chunk) for chunk in range(1, parts))
-
-
-def _chunks_of_nodes(graph: Graph, holders: Mapping[str, list[int]]) -> Iterator[tuple[Call, list[int]]]:
-    """The chunk of every operation of every call: the first that has what it reads, and is not before that of the operation
-    before it. `holders` are the chunks of the calls that read a parameter: where as many calls read it here, one for one."""
-    blocks = {block.name: block for block in graph.blocks}
-    total = Counter(name for call in graph.calls for name in call.parameters)
-    seen: Counter[str] = Counter()
-    current = 0
-    for call in graph.calls:
-        block = blocks[call.block]
-        names = {p.value.name: name for p, name in zip(block.parameters, call.parameters, strict=True)}
-        seen.update(call.parameters)
-
-        def chunks_of(name: str) -> set[int]:
-            chunks = holders.get(name, [])
-            return {chunks[seen[name] - 1]} if len(chunks) == total[name] else set(chunks)
-
-        found = []
-        for node in block.nodes:
-            read = [names[operand] for operand in node.operands() if operand in names]
-            able = set.intersection(*(chunks_of(name) for name in read)) if read else {current}
-            later = [chunk for chunk in able if chunk >= current]
-            if not later:
-                raise PlanMismatch(f"it reads {read[0]} in another order than the pipeline's stages have the weights")
-            current = min(later)
-            found.append(current)
-        yield call, found or [current]
 
 
 def in_structure_of(graph: Graph, planned: Graph) -> Graph | None:

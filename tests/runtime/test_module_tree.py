@@ -12,7 +12,7 @@ from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.plain.module_tree import OnAnotherStage
+from autopar.runtime.plain.another_stage import OnAnotherStage
 
 
 class Block(nn.Module):
@@ -134,5 +134,8 @@ def test_a_parameter_of_another_stage_is_frozen_by_its_flag() -> None:
     for flag in (True, False):
         away.requires_grad = flag
         assert away.requires_grad is flag
-    with pytest.raises(autopar.errors.StateError, match="on stage 1"):
-        away.data = torch.zeros(2)
+    for ask in (torch.sum, torch.Tensor.tolist, lambda each: setattr(each, "grad", torch.zeros(2))):
+        with pytest.raises(autopar.errors.StateError, match="on stage 1"):
+            ask(away)
+    away.grad = None
+    away.data = torch.zeros(2)  # the stage that has it writes it

@@ -29,6 +29,7 @@ class Assignments:
     """The assignments on the tree below `root`; `plain` is None for a program that was exported."""
 
     def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
+        self.root: Any = weakref.ref(root)
         self.state, self.plain = state, plain
         self.paths = {id(node): path for path, node in root.named_modules(remove_duplicate=False)}
         entries = [(path, each) for path, node in root.named_modules() for each in _members(node)]

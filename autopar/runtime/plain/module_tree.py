@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..compat.dtensor import without_overrides
-from ..errors import RuntimeProblem, StateError
-from ..module import ParameterSpec
+from ..errors import RuntimeProblem
 from ..state.materialize import State
+from .another_stage import OnAnotherStage, on_another_stage
 from .plain_attributes import attribute_of
 from .plain_model import PlainModel
 
@@ -52,6 +52,29 @@ class TreeNode(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         self.__dict__["assignments"].delete(self, name)
+
+    def _tied(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this module that stand under another name first."""
+        further = self.__dict__.get("further_tensors", {})
+        return {name: each for name, each in further.items() if not isinstance(each, OnAnotherStage)}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        tied = self._tied()
+        destination.update({prefix + name: each if keep_vars else each.detach() for name, each in tied.items()})
+        module = self.__dict__.get("without_data")
+        for key in [prefix + name for name in (*module._parameters, *module._buffers)] if tied and module is not None else ():
+            if key in destination:
+                destination[key] = destination.pop(key)  # in the order of the plain model
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: list[str]) -> None:
+        missing, unexpected, errors = problems
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        for name, each in self._tied().items():
+            if (key := prefix + name) in state_dict:
+                unexpected[:] = [other for other in unexpected if other != key]
+                with torch.no_grad():
+                    each.copy_(state_dict[key])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._add(name)
@@ -173,6 +196,14 @@ class Container(ItemNode, metaclass=_Kind):
             'value with parallelize(..., outputs=("...")), or parallelize the part as a model of its own'
         )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the result of `state_dict`, or the state dict of the plain model's module (all ranks must call then)."""
+        assignments: Any = self.__dict__.get("assignments")
+        path = "" if assignments is None or assignments.plain is None else assignments.paths.get(id(self), "")
+        if not path or assign or any(isinstance(each, DTensor) for each in state_dict.values()):
+            return super().load_state_dict(state_dict, strict, assign)
+        return assignments.root().load_plain_state(state_dict, strict, f"{path}.")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeProblem("a part of the parallel model cannot be pickled: save parallel.full_state(), which every rank calls")
 
@@ -218,7 +249,7 @@ def register_further_tensors(root: nn.Module, state: State, plain: PlainModel) -
     """Add tied parameters under their further names, and those of other stages, without values."""
     held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     index = state.index
-    away = {n: _on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
+    away = {n: on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
     every = held | away
     tied = {key: every[name] for key, name in plain.names.items() if key != name and name in every}
     for name, tensor in (away | tied).items():
@@ -238,39 +269,3 @@ def _child(node: nn.Module, path: list[str]) -> nn.Module:
         assert child is not None
         node = child
     return node
-
-
-_KNOWN = frozenset(
-    ("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "itemsize", "element_size", "nbytes", "is_meta")
-    + ("stride", "is_floating_point", "is_complex", "layout", "requires_grad", "grad", "is_leaf", "len", "hash", "get", "device")
-    + ("is_sparse", "is_quantized", "names", "is_cuda", "is_cpu")
-)
-"""The questions that may be asked of one."""
-
-
-class OnAnotherStage(torch.Tensor):
-    """A tensor of another stage, on the meta device. `message`: of the error when its values are read."""
-
-    message: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        word = getattr(func, "__name__", "").strip("_")
-        if word == "get" or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]  # of a property
-            word = getattr(getattr(func, "__self__", None), "__name__", word)
-        if word in _KNOWN:
-            return without_overrides(func, *args, **(kwargs or {}))
-        me = next((each for each in args if isinstance(each, OnAnotherStage)), None)
-        raise StateError(me.message if me is not None else f"{word} of a parameter of another stage")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<{self.message}>"
-
-
-def _on_another_stage(name: str, spec: ParameterSpec, stage: int) -> OnAnotherStage:
-    out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").as_subclass(OnAnotherStage)
-    out.requires_grad_(spec.trainable and not spec.buffer)
-    out.message = (
-        f"{name} is on stage {stage} of the pipeline, and has no values here: read parallel.full_state(), which every rank calls"
-    )
-    return out

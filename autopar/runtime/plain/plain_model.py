@@ -86,9 +86,9 @@ class PlainModel:
                 self.unused[name] = state[key].detach().clone()
         self.extra |= {key: state[key] for key in self.extra if key in state}
 
-    def unfit_keys(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Missing and unexpected keys of a state dict."""
-        expected = [*self.names, *self.extra]
+    def unfit_keys(self, state: Mapping[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
+        """Missing and unexpected keys of a state dict of the model, or of its module whose names begin with `prefix`."""
+        expected = [key for key in (*self.names, *self.extra) if key.startswith(prefix)]
         return [key for key in expected if key not in state], [key for key in state if key not in expected]
 
 

@@ -4,6 +4,8 @@ and back into an optimizer over a parallel model of any plan."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..compat.dtensor import placed_like, replicated
+from ..compat.hooks import replaced
 from ..errors import StateError
+from .gradient import place_of
 from .materialize import State
 
 
@@ -90,18 +94,44 @@ def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping
         own.update({key: value for key, value in group.items() if key != "params"})
 
 
+_LOAD_PLAIN = (
+    "was given the state of a plain model's optimizer: load it with parallel.load_full_optimizer_state(optimizer, state)"
+)
+
+
+def refuse_plain_states() -> AbstractContextManager[None]:
+    """Refuse the state of a plain model's optimizer on every stage of a pipeline: each has other parameters, or as many by
+    chance, and torch says it on some of them."""
+    usual = Optimizer.load_state_dict
+
+    @wraps(usual)
+    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
+        own = [group["params"] for group in self.param_groups]
+        if any(place_of(parameter)[0] is not None for group in own for parameter in group):
+            saved = [group["params"] for group in state_dict["param_groups"]]
+            pairs = [pair for each in zip(own, saved, strict=False) for pair in zip(*each, strict=False)]
+            if list(map(len, own)) != list(map(len, saved)) or any(
+                _has_full(parameter, state_dict["state"].get(number, {})) for parameter, number in pairs
+            ):
+                raise StateError(f"this {type(self).__name__} {_LOAD_PLAIN}")
+        usual(self, state_dict)
+
+    return replaced(Optimizer, "load_state_dict", load_state_dict)
+
+
+def _has_full(parameter: torch.Tensor, values: Mapping[str, Any]) -> bool:
+    """Return whether the state of a sharded parameter has ordinary tensors of its shape."""
+    tensors = [each for each in values.values() if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
+    return isinstance(parameter, DTensor) and parameter.dim() > 0 and any(each.shape == parameter.shape for each in tensors)
+
+
 def refuse_full_states(state: State, optimizer: Optimizer, *_: Any) -> None:
     """Refuse the step of an optimizer of `state` that was given full tensors."""
     parameter = next((p for p in optimizer.state if isinstance(p, DTensor) and p.dim()), None)
-    values = optimizer.state[parameter].values() if parameter is not None else ()
-    tensors = [each for each in values if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
-    if parameter is None or all(each.shape != parameter.shape for each in tensors):
+    if parameter is None or not _has_full(parameter, optimizer.state[parameter]):
         return
     if id(parameter) in {id(each) for each in state.parameters.values()}:
-        raise StateError(
-            f"this {type(optimizer).__name__} was given the state of a plain model's optimizer: load it with "
-            "parallel.load_full_optimizer_state(optimizer, state)"
-        )
+        raise StateError(f"this {type(optimizer).__name__} {_LOAD_PLAIN}")
 
 
 def names_by_group(parameters: Mapping[str, torch.Tensor], optimizer: Optimizer) -> list[list[str]]:

@@ -174,6 +174,8 @@ def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., t
 
     @wraps(initialise)
     def initialised(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.is_meta:  # also a parameter of another stage, which draws it
+            return tensor
         if not isinstance(tensor, DTensor):
             return initialise(tensor, *args, **kwargs)
         local, generator = local_of(tensor), kwargs.get("generator")

@@ -29,6 +29,8 @@ def reduce_rightly() -> AbstractContextManager[None]:
     handlers: dict[Any, Any] = {op: _run_function(function) for op, function in loss_decompositions().items()}
     for packet in (getattr(torch.ops.aten, name) for name in _NO_SUMS):
         handlers.update((getattr(packet, each), _reduce) for each in packet.overloads() if "out" not in each)
+    handlers[torch.ops.aten._is_any_true.default] = _run_function(torch.any)  # detect_anomaly() asks it; 2.13.0 has no rule
+    handlers[torch.ops.aten._is_all_true.default] = _run_function(torch.all)
     return shard_operations(handlers)
 
 

@@ -127,7 +127,11 @@ def _no_point_reason(graph: Graph, force: Mapping[str, int], one_micro_batch: st
         reason = f"times no data degree of these meshes it divides the batch of {graph.batch}"
         return f"micro={force[MICRO]} cannot be: {reason}; force a divisor"
     if one_micro_batch:
-        return f"a pipeline of {force['pp']} stages takes several micro-batches, but {one_micro_batch}: plan without one (pp=1)"
+        whole = graph.batch // force.get(DATA_AXIS, 1)
+        return (
+            f"a pipeline of {force['pp']} stages takes several micro-batches, but {one_micro_batch}: plan without one (pp=1), or "
+            f"with one micro-batch ({MICRO}={whole})"
+        )
     return f"no data degree and state group of a pipeline of {force['pp']} stages divide the batch of {graph.batch}: change it"
 
 

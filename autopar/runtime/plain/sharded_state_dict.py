@@ -1,0 +1,54 @@
+"""The state dict of a parallel model, and what it is not: that of a plain model on a stage of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from ..compat.hooks import replaced
+from ..errors import StateError
+from .module_tree import TreeNode
+
+
+class ShardedStateDict(dict[str, Any]):
+    """The state dict of a parallel model: DTensors, of which each rank holds its shards. Pickling it (torch.save) warns.
+    `why_part`: why a plain model cannot load it; "" where it can."""
+
+    def __init__(self, state: Any = (), why_part: str = "") -> None:
+        super().__init__(state)
+        self.why_part = why_part
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "parallel.state_dict() holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls, "
+            "or use torch.distributed.checkpoint on all ranks",
+            stacklevel=4,
+        )
+        return dict, (dict(self),)
+
+    def __copy__(self) -> ShardedStateDict:
+        return ShardedStateDict(self, self.why_part)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+
+def refuse_parts_of_states() -> AbstractContextManager[None]:
+    """Refuse to load a state dict of a parallel model into a plain one where it has not all of it, in place of a list of keys."""
+    usual = nn.Module.load_state_dict
+
+    @wraps(usual)
+    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state_dict, ShardedStateDict) and state_dict.why_part and not isinstance(self, TreeNode):
+            raise StateError(
+                f"parallel.state_dict() {state_dict.why_part}: load parallel.full_state(), which every rank calls, into a plain "
+                "model"
+            )
+        return usual(self, state_dict, *args, **kwargs)
+
+    return replaced(nn.Module, "load_state_dict", load_state_dict)
