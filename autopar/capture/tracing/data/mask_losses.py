@@ -114,7 +114,7 @@ def _corrcoef(x: Tensor) -> Tensor:
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Of classes up to `minlength`: a larger one, which would make the result longer, is an error of the index."""
+    """Counts of classes up to `minlength`: a larger one, which would make the result longer, is an error of the index."""
     if not minlength or x.dim() != 1:
         return torch.bincount(x, weights, minlength)
     dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
