@@ -58,10 +58,10 @@ def key_forms(item: Mapping[Any, Any]) -> tuple[tuple[Form, ...], ...]:
 def factory_form(factory: Any) -> Form:
     """The form of the factory of a ``defaultdict``. CaptureError for one that a plan cannot hold."""
     form = constant_form(factory)
-    if form is None:
+    if form is None or not isinstance(factory, (type, type(None))):
         raise CaptureError(
-            "the model returns a defaultdict of a function without a name (a lambda), which no plan can hold: return dict(...) "
-            "of it, or give it a class or a function of a module (defaultdict(list))"
+            "the model returns a defaultdict of a function, which no plan can hold: return dict(...) of it, or give it a class "
+            "(defaultdict(list))"
         )
     return form
 

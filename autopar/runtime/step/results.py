@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
         return _beside_tensors(kind, rest, outputs, path, loss)
     if kind == "defaultdict":
         factory, inside = (build_result(each, loss, outputs, path) for each in rest)
-        return defaultdict(factory, inside)
+        return defaultdict(factory if isinstance(factory, type) else None, inside)  # a plan, which is data, names no function
     parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
     fields: dict[Any, Any] = {
         key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts
@@ -54,7 +55,8 @@ def _beside_tensors(kind: str, rest: list[Any], outputs: Mapping[str, Any], path
         return named(rest[0])
     if kind == "member":
         enumeration, value = named(rest[0]), build_result(rest[1], loss, outputs)
-        return value if enumeration is None else enumeration(value)
+        is_enum = isinstance(enumeration, type) and issubclass(enumeration, Enum)  # nor anything else to call
+        return enumeration(value) if is_enum else value
     if kind == "device":  # of the kind that this rank computes on: its own
         device = torch.device(rest[0])
         return loss.device if isinstance(loss, torch.Tensor) and loss.device.type == device.type else device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -199,3 +200,13 @@ def test_inputs_parameters_and_buffers_are_returned() -> None:
     assert set(copied) == {"x", "scale", "mean", "fixed"} and [output.path for output in graph.outputs][1:] == [*"1234", "5.x"]
     ops = [node.op for node in nodes if node.operands()[:1] == ("mean",)]
     assert ops.index("aten.clone") < ops.index("aten.lerp.Scalar")  # as it was
+
+
+def test_a_plan_names_nothing_that_is_called() -> None:
+    loss = torch.zeros(())
+    assert build_result(("member", "os:getcwd", ("constant", 3)), loss, {}) == 3
+    made = build_result(("defaultdict", ("named", "os:getcwd"), ("dict", ())), loss, {})
+    with pytest.raises(KeyError):
+        made["x"]
+    with pytest.raises(CaptureError, match="give it a class"):
+        both(lambda x, h: defaultdict(os.getcwd, {"h": h}))
