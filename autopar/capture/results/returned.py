@@ -36,7 +36,7 @@ def find_loss(output: Any, module: nn.Module | None = None, path: str = "") -> T
 
     Without a module it is the result of a loss function, whose only scalar is the loss.
     """
-    leaves = list(_leaves(output))
+    leaves = list(leaves_of(output))
     if path:
         candidate = _at(output, path)
     elif len(leaves) == 1:
@@ -196,7 +196,7 @@ class _Taking:
         if not parts:
             return self._without_parts(item, path)
         concerns = not path or any(self._concerns(path, each) for each in self.asked)
-        if not concerns and not any(leaf is self.loss for leaf in _leaves(item)):
+        if not concerns and not any(leaf is self.loss for leaf in leaves_of(item)):
             inside = not isinstance(item, (Mapping, tuple, list)) and not dataclasses.is_dataclass(item)
             if inside or not self.everything:
                 self.left_out.append(path)
@@ -243,10 +243,10 @@ def _compound_form(item: Any, forms: tuple[tuple[str, Form], ...]) -> Form:
     return ("class", f"{type(item).__module__}:{type(item).__qualname__}", *keys, forms)
 
 
-def _leaves(item: Any, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
+def leaves_of(item: Any, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """The tensors of a result. `around`: the objects that an item is a part of."""
     if isinstance(item, Tensor):
         yield item
     elif id(item) not in around and not isinstance(item, (enum.Enum, str, *_NUMBERS)):
         for _, value in parts_of(item):
-            yield from _leaves(value, (*around, id(item)))
+            yield from leaves_of(value, (*around, id(item)))

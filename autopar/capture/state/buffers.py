@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,17 +17,31 @@ from autopar.runtime.compat.autograd import storage_span
 
 
 @contextmanager
-def assigned_buffers(model: nn.Module) -> Iterator[None]:
+def assigned_buffers(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]], None]]:
     """Let each buffer have, at the end of the forward inside, what it assigns to the buffer's name (``self.mean = 0.9 * self.mean
-    + ...``). `torch.export` does so for buffers of the outermost module alone, and drops all others (seen on 2.13.0)."""
+    + ...``). `torch.export` does so for buffers of the outermost module alone, and drops all others (seen on 2.13.0).
+    Yields what refuses results that are the old tensor of such a buffer, into which the new values go."""
     before = [
         (path, module, name, buffer)
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    yield
-    changed = [each for each in before if each[1]._buffers.get(each[2]) is not each[3]]
+
+    def changes() -> list[tuple[str, nn.Module, str, Tensor]]:
+        return [each for each in before if each[1]._buffers.get(each[2]) is not each[3]]
+
+    def refuse_old(results: Iterable[Tensor]) -> None:
+        old = {id(buffer): f"{path}.{name}".lstrip(".") for path, _, name, buffer in changes()}
+        for result in results:
+            if name := old.get(id(result), old.get(id(result._base))):
+                raise CaptureError(
+                    f"the forward returns the buffer {name} as it was before it assigned another tensor to it: return a copy "
+                    f"that is made before (self.{name.rpartition('.')[2]}.clone())"
+                )
+
+    yield refuse_old
+    changed = changes()
     # copies first: a new value may be another buffer, as it was before
     values = [_value(module, f"{path}.{name}".lstrip("."), name, buffer) for path, module, name, buffer in changed]
     for (_, module, name, buffer), value in zip(changed, values, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of
-from autopar.capture.results.returned import Returned, take_apart
+from autopar.capture.results.returned import Returned, leaves_of, take_apart
 from autopar.capture.state.buffers import assigned_buffers
 from autopar.capture.state.python_state import PlainState
 from autopar.capture.state.reads import ReadRecord, call_recorded
@@ -94,8 +94,9 @@ class LossOnly(nn.Module):
         arguments = self.bound.arguments(batch)
         loss_fn = self.results.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
-        with assigned_buffers(self.module):
+        with assigned_buffers(self.module) as refuse_old:
             result = self.module(**arguments)
+            refuse_old(leaves_of(result))
         return result if loss_fn is None else loss_fn(result, target)
 
     def take_apart(self, result: Any) -> Returned:

@@ -210,3 +210,23 @@ def test_a_plan_names_nothing_that_is_called() -> None:
         made["x"]
     with pytest.raises(CaptureError, match="give it a class"):
         both(lambda x, h: defaultdict(os.getcwd, {"h": h}))
+
+
+class Rebinds(nn.Module):
+    """Assigns a buffer, and returns what it was, or a copy of that."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies, self.linear = copies, nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, before = self.linear(x), self.mean.clone() if self.copies else self.mean
+        self.mean = y.detach().mean(0)
+        return y.square().mean(), before
+
+
+def test_a_buffer_as_it_was_is_returned_as_a_copy() -> None:
+    assert len(capture(Rebinds(True), (torch.ones(4, 3),), outputs=("1",)).outputs) == 1
+    with pytest.raises(CaptureError, match=r"return a copy that is made before \(self.mean.clone\(\)\)"):
+        capture(Rebinds(False), (torch.ones(4, 3),), outputs=("1",))
