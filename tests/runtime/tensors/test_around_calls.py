@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,30 @@ def seed_before_calls(force: str) -> None:
     assert torch.equal(masks[-1], masks[-2])
 
 
+def resume_with_seeds(force: str, folder: str) -> None:
+    """A run that is loaded goes on with the masks of the one that was saved, before its first call or between others."""
+
+    def begun() -> autopar.Parallel:
+        torch.manual_seed(5 + dist.get_rank())
+        model = Masked().double()
+        nn.init.ones_(model.linear.weight)
+        return autopar.parallelize(model, "local:2", (X,), force=force, cache=False)
+
+    for calls in (0, 2):
+        parallel = begun()
+        for _ in range(calls):
+            parallel(X)
+        parallel.save(f"{folder}/{calls}", step=calls)
+        expected = [parallel(X).detach()]
+        torch.manual_seed(6)
+        expected.append(parallel(X).detach())
+        resumed = begun()
+        resumed.load(f"{folder}/{calls}")
+        assert torch.equal(resumed(X), expected[0])
+        torch.manual_seed(6)
+        assert torch.equal(resumed(X), expected[1])
+
+
 def losses_of_ranks(force: str) -> None:
     parallel, _ = both(Norm(), force, x=X, y=Y)
     (parallel(X, Y) * (1 + dist.get_rank())).backward()
@@ -132,3 +157,8 @@ class Heads(nn.Module):
 @pytest.mark.parametrize("case", [checkpoint_around, seed_before_calls, losses_of_ranks, step_between], ids=lambda f: f.__name__)
 def test_around_calls(case: Callable[[str], None], force: str, ranks: RankPool) -> None:
     ranks.run(case, force, world=2)
+
+
+@pytest.mark.parametrize("force", ["dp=2,tp=1,zero=3", "tp=2,dp=1"])
+def test_resume_with_seeds(force: str, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(resume_with_seeds, force, str(tmp_path), world=2)
