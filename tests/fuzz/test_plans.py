@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
-@examples(60)
+@examples(30)
 @given(draw=st.randoms(use_true_random=False))
 def test_changed_plans(folder: Path, draw: random.Random) -> None:
     check(draw, folder)
