@@ -58,9 +58,14 @@ class Calls:
 
     def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
         """Return the result of a call. `training`: the mode of the whole model."""
+        with outside_of_checkpoint():  # the plan says what is recomputed
+            return self._call(args, batch, training)
+
+    def _call(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
+        """Return the result of a call in inference mode, under autocast or neither."""
         if torch.is_inference_mode_enabled():  # what is made in it (programs, gathered weights) could never train
             with torch.inference_mode(False), torch.no_grad():
-                return self.run(args, batch, training)
+                return self._call(args, batch, training)
         device = self.program.mesh.device.type
         if cast := autocast_of(device):  # the casts are part of the program
             if self.variants is None:
@@ -88,8 +93,7 @@ class Calls:
             begin_call(self.program)
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
-        with outside_of_checkpoint():  # the plan says what is recomputed
-            loss, others = self._step(variant, inputs, training)
+        loss, others = self._step(variant, inputs, training)
         if in_backward() and seed_stream.counts() != drawn:
             raise RuntimeProblem(
                 "torch.utils.checkpoint(use_reentrant=True) calls this model once more in the backward, which draws other random "

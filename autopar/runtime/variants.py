@@ -21,7 +21,6 @@ from .compat.autograd import apply, in_backward
 from .device.autocast import autocast_of
 from .device.groups import control_group, several_ranks
 from .device.mesh import MeshHandle
-from .device.rng import seed_stream
 from .errors import AutoparError, RuntimeProblem
 from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
@@ -316,7 +315,7 @@ class Variants:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
         variants, or with batches of different sizes, or have begun different numbers of backwards."""
         changed = self.unfrozen.changed()
-        several, seeds = several_ranks(), [seed_stream.manual_seeds, torch.initial_seed() % (1 << 62)]
+        several, seeds = several_ranks(), [*self.first.program.mesh.seed_change()]
         if several:
             if self.control is None:
                 self.control = control_group()
@@ -334,8 +333,7 @@ class Variants:
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)
-        if self.first.program.mesh.manual_seed != tuple(seeds):
-            for program in self.different_programs():
-                program.mesh.follow_manual_seed(*seeds)
+        for program in self.different_programs() if seeds[0] else ():
+            program.mesh.follow_seed(*seeds)
         unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()
         return call._replace(key=call.key._replace(unfrozen=unfrozen))

@@ -21,7 +21,7 @@ from autopar.runtime.step.structures import key_texts, named
 def constant_form(item: Any) -> Form:
     """The form of a value without parts; None for one that a plan cannot hold."""
     if isinstance(item, enum.Enum):
-        cls, value = _name_of(type(item)), constant_form(item.value)
+        cls, value = name_of(type(item)), constant_form(item.value)
         return ("member", cls, value) if cls and value else None
     if item is None or isinstance(item, (bool, str)):
         return ("constant", str(item) if isinstance(item, str) else item)
@@ -32,7 +32,7 @@ def constant_form(item: Any) -> Form:
     if isinstance(item, torch.device):
         return ("device", str(item))
     if isinstance(item, (type, FunctionType, BuiltinFunctionType)):
-        name = _name_of(item)
+        name = name_of(item)
         return ("named", name) if name else None
     if type(item) is tuple:
         forms = tuple(map(constant_form, item))
@@ -66,7 +66,7 @@ def factory_form(factory: Any) -> Form:
     return form
 
 
-def _name_of(item: Any) -> str:
+def name_of(item: Any) -> str:
     """Return where a class or function lies (``module:name``); empty where that is not it."""
     name = f"{item.__module__}:{item.__qualname__}"
     return name if named(name) is item else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
 
-from autopar.capture.results.constants import constant_form, factory_form, key_forms
+from autopar.capture.results.constants import constant_form, factory_form, key_forms, name_of
 from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
@@ -184,7 +184,8 @@ class _Taking:
             if not prefixes and not self.everything:
                 self.left_out.append(path)
                 return None
-            self.outputs[path] = item
+            if self.outputs.setdefault(path, item) is not item:
+                raise CaptureError(f"the model returns two tensors at {path}: give keys of dictionaries no dots")
             return ("output", path)
         if isinstance(item, _NUMBERS):
             return self._size(item, path)
@@ -236,7 +237,7 @@ def _compound_form(item: Any, forms: tuple[tuple[str, Form], ...]) -> Form:
     if type(item) in (tuple, list):
         return (type(item).__name__, tuple(form for _, form in forms))
     keys = key_forms(item) if isinstance(item, Mapping) else ()
-    if type(item) is dict:
+    if type(item) is dict or (isinstance(item, Mapping) and not name_of(type(item))):
         return ("dict", *keys, forms)
     if type(item) is defaultdict:
         return ("defaultdict", factory_form(item.default_factory), ("dict", *keys, forms))

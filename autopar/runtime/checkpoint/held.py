@@ -41,7 +41,7 @@ class HeldState:
     def seed(self) -> int | None:
         """The seed of the program's random streams; None of a plain model, which has none."""
         mesh = self.mesh
-        return None if mesh is None or mesh.manual_seed == () else mesh.base_seed  # before the first call: that of the script
+        return None if mesh is None else mesh.base_seed
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the model on this rank by their name in a checkpoint."""

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.optim import Optimizer
 
 from ..device.mesh import UNFINISHED
-from ..device.rng import seed_stream
+from ..device.rng import SEEDED, seed_stream
 from ..errors import CheckpointProblem, one_line
 from . import folders, objects
 from .folders import next_branch
@@ -143,11 +143,14 @@ def collect(
                 tensors |= {key: each for key, each in state_tensors.items() if key.startswith(f"optimizer{index}.{name}.")}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=rounds.rank == 0)
-    own = generators(held.device), seed_stream.counts()
+    change = (0, 0) if held.mesh is None else held.mesh.seed_change()  # which the next call would follow
+    own = generators(held.device), {} if change[0] == SEEDED else seed_stream.before | seed_stream.counts(), change
     reports = rounds.gather((step, attempt(lambda: _local_plan(planner)), own))
     first: Any = None
     if rounds.rank == 0:
-        random = RandomState.of_all([each for _, _, each in reports], held.seed, held.axes).to_dict()
+        pending, seed = (max(each[2][at] for _, _, each in reports) for at in (0, 1))
+        states = [each[:2] for _, _, each in reports]
+        random = RandomState.of_all(states, seed if pending else held.seed, held.axes).to_dict()
         kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random, "plan": held.plan}
         first = attempt(lambda: _prepare(rounds, planner, reports, folder, step, kept))
     shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []

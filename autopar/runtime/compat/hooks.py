@@ -275,13 +275,14 @@ def engine_calls(
 
 
 @contextmanager
-def on_manual_seed(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` where a script calls ``torch.manual_seed``."""
+def on_manual_seed(note: Callable[[int], None]) -> Iterator[None]:
+    """Call `note` with the seed where a script calls ``torch.manual_seed``."""
     usual = torch.manual_seed
 
     def seed(*args: Any, **kwargs: Any) -> torch.Generator:
-        note()
-        return usual(*args, **kwargs)
+        generator = usual(*args, **kwargs)
+        note(generator.initial_seed())
+        return generator
 
     with replaced(torch, "manual_seed", seed), replaced(torch.random, "manual_seed", seed):
         yield

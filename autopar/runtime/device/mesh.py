@@ -26,7 +26,7 @@ from .axis import AxisHandle, shares_of
 from .groups import shared_mesh
 from .offload import HostMemory
 from .rendezvous import JOIN_SECONDS, Meeting, meet
-from .rng import seed_stream
+from .rng import PUT_BACK, SEEDED, seed_stream
 
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
@@ -51,8 +51,8 @@ class MeshHandle:
     dp: AxisHandle
     cp: AxisHandle
     seed_offset = base_seed = 0
-    manual_seed: tuple[int, ...] | None = ()
-    """How often the script has called ``torch.manual_seed``, and its seed, where streams began; None where `reseed` says so."""
+    script_seed: tuple[int, int] | None = None
+    """`SeedStreams.script_seed` of this rank where streams began, or `reseed` was called; None before the first call."""
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
     async_tp: Groups = frozenset()
@@ -196,15 +196,22 @@ class MeshHandle:
     def reseed(self, seed: int) -> None:
         """Restart all random streams from `seed`; each stage has streams of its own."""
         self._begin(seed)
-        self.manual_seed = None
+        self.script_seed = seed_stream.script_seed()
         seed_stream.restart()
 
-    def follow_manual_seed(self, count: int, seed: int) -> None:
-        """Restart all random streams where the script has called ``torch.manual_seed`` since. All ranks pass the same."""
-        if self.manual_seed not in (None, (count, seed)):
-            self._begin(seed)
-            seed_stream.follow(count)
-        self.manual_seed = (count, seed)
+    def seed_change(self) -> tuple[int, int]:
+        """Return what the script has done to torch's generator of this rank since (`SEEDED`, `PUT_BACK`, 0), and its seed."""
+        now = seed_stream.script_seed()
+        if now == self.script_seed:
+            return 0, 0
+        put_back = self.script_seed is not None and seed_stream.latest_seed not in (-1, now[1])
+        return (PUT_BACK if put_back else SEEDED), now[1]
+
+    def follow_seed(self, change: int, seed: int) -> None:
+        """Begin the random streams as the script's generators do. All ranks pass the largest change and seed of all."""
+        self._begin(seed)
+        self.script_seed = seed_stream.script_seed()
+        seed_stream.follow(change, seed)
 
 
 class BlockMesh:

@@ -43,6 +43,10 @@ class SeedStream:
         return hash((self.key, self.count)) % (1 << 62)  # of whole numbers: the same in every process
 
 
+PUT_BACK, SEEDED = 1, 2
+"""What a script has done to torch's generator since: ``fork_rng`` and ``set_rng_state`` put back its state of before."""
+
+
 class SeedStreams:
     """The streams of this process, made at first use. `first_counts`: where streams begin, by key; all others begin at
     `other_count`. `order` changes with each draw of a program."""
@@ -51,7 +55,9 @@ class SeedStreams:
         self.streams: dict[int, SeedStream] = {}
         self.first_counts: Mapping[int, int] = {}
         self.other_count = 0
-        self.manual_seeds = self.followed_seeds = 0
+        self.manual_seeds, self.latest_seed = 0, -1  # the calls of torch.manual_seed, and the last one's
+        self.before: dict[int, int] = {}  # the counts of streams that were left for those of other seeds
+        self.followed: tuple[int, int] | None = None
         self.order = torch.zeros((), dtype=torch.int64, device="cpu")  # under a default device too
 
     def __call__(self, key: int) -> SeedStream:
@@ -65,15 +71,20 @@ class SeedStreams:
         """Begin all streams anew."""
         self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
 
-    def count_manual_seed(self) -> None:
-        """Note that the script calls ``torch.manual_seed``."""
-        self.manual_seeds += 1
+    def count_manual_seed(self, seed: int) -> None:
+        """Note that the script has called ``torch.manual_seed``."""
+        self.manual_seeds, self.latest_seed = self.manual_seeds + 1, seed % (1 << 62)
 
-    def follow(self, manual_seeds: int) -> None:
-        """Begin all streams anew, once for all models, where the script has called ``torch.manual_seed`` since."""
-        if self.followed_seeds != manual_seeds:
-            self.restart()
-            self.followed_seeds = manual_seeds
+    def script_seed(self) -> tuple[int, int]:
+        """Return how often the script has called ``torch.manual_seed``, and the seed of torch's generator."""
+        return self.manual_seeds, torch.initial_seed() % (1 << 62)
+
+    def follow(self, change: int, seed: int) -> None:
+        """Begin all streams anew, once for all models; where the generator is as it was `PUT_BACK`, go on where they were."""
+        if self.followed != (self.manual_seeds, seed):
+            self.before |= self.counts()
+            self.restart(self.before if change == PUT_BACK else None)
+            self.followed = (self.manual_seeds, seed)
 
     def counts(self) -> dict[int, int]:
         """Return the number of seeds that each stream has given, those included that begin further on and were not used yet."""

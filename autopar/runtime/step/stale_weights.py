@@ -35,8 +35,8 @@ def _check(state: State, before: dict[str, tuple[int, ...]]) -> None:
     for name, gradient in before.items():
         if _version_of_gradient(state, name) != gradient:
             raise RuntimeProblem(
-                f"{name} has changed (optimizer.step()?) between the forward of this loss and its backward, whose gradient is "
-                "neither that of the old weights nor of the new ones: call backward before the step, or the model once more"
+                f"{name} has changed (optimizer.step()?) between the forward of this loss and its backward, whose gradient may "
+                "be neither that of the old weights nor of the new ones: call backward before the step, or the model once more"
             )
 
 

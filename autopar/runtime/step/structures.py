@@ -50,7 +50,10 @@ def key_texts(item: Mapping[Any, Any]) -> list[str]:
     texts = dict[str, Any]()
     for key in item:
         text = str(key)
-        texts[repr(key) if text in texts or not text.isprintable() else text] = key
+        text = repr(key) if text in texts or not text.isprintable() else text
+        while text in texts:  # "0", 0 and '0'
+            text = f"<{text}>"
+        texts[text] = key
     return list(texts)
 
 
@@ -68,7 +71,11 @@ def instance_of(cls: Any, fields: Mapping[Any, Any]) -> Any:
     if not isinstance(cls, type):
         return SimpleNamespace(**fields)
     if issubclass(cls, Mapping):
-        return cls(**fields) if dataclasses.is_dataclass(cls) else cls(fields)  # type: ignore[call-arg]
+        if dataclasses.is_dataclass(cls) or not issubclass(cls, dict):
+            return cls(**fields) if dataclasses.is_dataclass(cls) else cls(fields)  # type: ignore[call-arg]
+        mapping = cls.__new__(cls)  # its __init__ may take other arguments
+        mapping.update(fields)
+        return mapping
     if issubclass(cls, tuple):
         return cls._make(fields.values()) if hasattr(cls, "_make") else cls(fields.values())
     instance = _empty(cls)

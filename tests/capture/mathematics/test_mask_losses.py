@@ -40,6 +40,9 @@ LOSSES: dict[str, Loss] = {
     "the mask twice": lambda scores, y: F.cross_entropy(scores[y != -100], y[y != -100]),
     "label smoothing": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], label_smoothing=0.1)),
     "weights": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], weight=torch.arange(1.0, 8.0).double())),
+    "others are infinite": of_mask(
+        lambda scores, y, m: (lambda s: F.cross_entropy(s[m], y[m]))(scores + torch.where(m, 0.0, -torch.inf)[..., None])
+    ),
     "sum": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], reduction="sum")),
     "rows": lambda scores, y: (
         (lambda m: nn.CrossEntropyLoss()(scores.view(-1, CLASSES)[m], y.view(-1)[m]))(y.view(-1) != -100)

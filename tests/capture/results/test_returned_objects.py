@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, Flag
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -230,3 +231,19 @@ def test_a_buffer_as_it_was_is_returned_as_a_copy() -> None:
     assert len(capture(Rebinds(True), (torch.ones(4, 3),), outputs=("1",)).outputs) == 1
     with pytest.raises(CaptureError, match=r"return a copy that is made before \(self.mean.clone\(\)\)"):
         capture(Rebinds(False), (torch.ones(4, 3),), outputs=("1",))
+
+
+class Named(dict[str, Any]):
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__(one=one, two=two)
+
+
+def test_more_dictionaries() -> None:
+    plain, found = both(lambda x, h: Named(h, h * 2))
+    assert type(found) is Named and found["two"] is plain["two"]
+    plain, found = both(lambda x, h: MappingProxyType({"a": h, "b": 3}))
+    assert found["a"] is plain["a"] and found["b"] == 3
+    plain, found = both(lambda x, h: {"0": h, 0: h + 1, "'0'": h + 2, None: h + 3})
+    assert list(found) == list(plain) and all(found[key] is plain[key] for key in plain)
+    with pytest.raises(CaptureError, match="two tensors at a.b"):
+        both(lambda x, h: {"a.b": h, "a": {"b": h + 1}})

@@ -59,6 +59,14 @@ def checkpoint_around(force: str) -> None:
     for model in (parallel, plain):
         checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
     same_gradients(parallel, plain)
+    before = torch.arange(36.0).double().view(6, 6).requires_grad_()
+
+    def among_layers(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x @ before.tanh()).tanh().square().mean()  # type: ignore[no-any-return]
+
+    for model in (parallel, plain, parallel, plain):
+        checkpoint(among_layers, model, X, use_reentrant=False).backward()
+    same_gradients(parallel, plain)
     masked, _ = both(Masked(), force, x=X)  # linear in its weight
     loss = checkpoint(masked, X.clone().requires_grad_(), use_reentrant=False).sum()
     loss.backward()
@@ -90,6 +98,25 @@ def seed_before_calls(force: str) -> None:
     assert torch.equal(masks[-1], masks[-2])
 
 
+def seeds_of_an_evaluation(force: str) -> None:
+    """In a generator whose state is put back: the training goes on with other masks."""
+    torch.manual_seed(3)
+    parallel = autopar.parallelize(Masked().double(), "local:2", (X,), force=force, cache=False)
+    masks = [parallel(X).detach() for _ in range(2)]
+    for evaluates in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if evaluates:
+                torch.rand(2)
+                parallel(X)
+        masks.append(parallel(X).detach())
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        torch.set_rng_state(state)
+        masks.append(parallel(X).detach())
+    assert not any(torch.equal(one, two) for at, one in enumerate(masks) for two in masks[:at])
+
+
 def resume_with_seeds(force: str, folder: str) -> None:
     """A run that is loaded goes on with the masks of the one that was saved, before its first call or between others."""
 
@@ -99,10 +126,12 @@ def resume_with_seeds(force: str, folder: str) -> None:
         nn.init.ones_(model.linear.weight)
         return autopar.parallelize(model, "local:2", (X,), force=force, cache=False)
 
-    for calls in (0, 2):
+    for calls in (0, 2, 3):
         parallel = begun()
         for _ in range(calls):
             parallel(X)
+        if calls == 3:  # the next call would follow it
+            torch.manual_seed(8 + dist.get_rank())
         parallel.save(f"{folder}/{calls}", step=calls)
         expected = [parallel(X).detach()]
         torch.manual_seed(6)
@@ -112,6 +141,10 @@ def resume_with_seeds(force: str, folder: str) -> None:
         assert torch.equal(resumed(X), expected[0])
         torch.manual_seed(6)
         assert torch.equal(resumed(X), expected[1])
+        seeded = begun()
+        seeded.load(f"{folder}/{calls}")
+        torch.manual_seed(6)
+        assert torch.equal(seeded(X), expected[1])
 
 
 def losses_of_ranks(force: str) -> None:
@@ -154,7 +187,11 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("force", ["dp=2,tp=1,zero=3", "dp=2,tp=1,zero=0", "tp=2,dp=1"])
-@pytest.mark.parametrize("case", [checkpoint_around, seed_before_calls, losses_of_ranks, step_between], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [checkpoint_around, seed_before_calls, seeds_of_an_evaluation, losses_of_ranks, step_between],
+    ids=lambda case: case.__name__,
+)
 def test_around_calls(case: Callable[[str], None], force: str, ranks: RankPool) -> None:
     ranks.run(case, force, world=2)
 

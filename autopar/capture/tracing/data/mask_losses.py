@@ -79,6 +79,7 @@ class MaskLosses(TorchFunctionMode):
             if x.dim() != mask.dim() + 1 or y.shape != mask.shape or y.is_floating_point():
                 return None
             target = torch.where(mask, y, options["ignore_index"]).flatten()
+            x = torch.where(mask.unsqueeze(-1), x, 0.0)  # rows of -inf have no gradient to multiply by zero
             loss: Tensor = func(x.flatten(0, -2), target, **options)
             return loss
         if x.shape != y.shape or options.get("weight") is not None or options.get("pos_weight") is not None:
