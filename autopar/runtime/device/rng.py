@@ -16,6 +16,7 @@ from torch.types import Number
 
 from ..compat.autograd import apply
 from ..compat.collectives import coordinate_in
+from ..errors import RuntimeProblem
 from .axis import AxisHandle
 
 
@@ -43,6 +44,9 @@ class SeedStream:
         return hash((self.key, self.count)) % (1 << 62)  # of whole numbers: the same in every process
 
 
+MOST_STREAMS = 256
+"""The streams whose counts are kept while those of another seed are drawn from: a script may seed in every step."""
+
 PUT_BACK, SEEDED = 1, 2
 """What a script has done to torch's generator since: ``fork_rng`` and ``set_rng_state`` put back its state of before."""
 
@@ -58,6 +62,7 @@ class SeedStreams:
         self.manual_seeds, self.latest_seed = 0, -1  # the calls of torch.manual_seed, and the last one's
         self.before: dict[int, int] = {}  # the counts of streams that were left for those of other seeds
         self.followed: tuple[int, int] | None = None
+        self.restarts = 0
         self.order = torch.zeros((), dtype=torch.int64, device="cpu")  # under a default device too
 
     def __call__(self, key: int) -> SeedStream:
@@ -70,6 +75,7 @@ class SeedStreams:
     def restart(self, first_counts: Mapping[int, int] | None = None, other_count: int = 0) -> None:
         """Begin all streams anew."""
         self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
+        self.restarts += 1
 
     def count_manual_seed(self, seed: int) -> None:
         """Note that the script has called ``torch.manual_seed``."""
@@ -82,7 +88,9 @@ class SeedStreams:
     def follow(self, change: int, seed: int) -> None:
         """Begin all streams anew, once for all models; where the generator is as it was `PUT_BACK`, go on where they were."""
         if self.followed != (self.manual_seeds, seed):
-            self.before |= self.counts()
+            counts = self.counts()
+            kept = {key: count for key, count in self.before.items() if key not in counts}
+            self.before = dict([*kept.items(), *counts.items()][-MOST_STREAMS:])
             self.restart(self.before if change == PUT_BACK else None)
             self.followed = (self.manual_seeds, seed)
 
@@ -101,9 +109,10 @@ class RngRecorder:
     def __init__(self) -> None:
         self.counts: dict[SeedStream, int] = {}
         self.outer: RngRecorder | None = None
+        self.restarts = 0
 
     def __enter__(self) -> RngRecorder:
-        self.outer = _recorder.get()
+        self.outer, self.restarts = _recorder.get(), seed_stream.restarts
         _recorder.set(self)
         return self
 
@@ -116,17 +125,22 @@ class RngRecorder:
 
     @property
     def restored(self) -> RestoredRng:
-        return RestoredRng(self.counts)
+        return RestoredRng(self)
 
 
 class RestoredRng:
     """Sets streams back for a recomputation; may be entered more than once."""
 
-    def __init__(self, counts: dict[SeedStream, int]) -> None:
-        self.counts = counts
+    def __init__(self, forward: RngRecorder) -> None:
+        self.forward, self.counts = forward, forward.counts
         self.now: dict[SeedStream, int] = {}
 
     def __enter__(self) -> None:
+        if self.counts and self.forward.restarts != seed_stream.restarts:
+            raise RuntimeProblem(
+                "random numbers were seeded (torch.manual_seed, parallel.reseed), or another model was parallelized, between a "
+                "forward and its backward, which recomputes dropout with other numbers: call backward before"
+            )
         self.now = {each: each.count for each in self.counts}
         for each, count in self.counts.items():
             each.count = count

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.runtime.device.rng import SeedStreams, dropout, random, seed_stream
+from autopar.runtime.device.rng import RngRecorder, SeedStreams, dropout, random, seed_stream
+from autopar.runtime.errors import RuntimeProblem
 
 MESH = SimpleNamespace(seed=7, seed_tensor=torch.tensor(7))
 
@@ -50,3 +52,16 @@ def test_bounds_of_integers_are_exact() -> None:
     last = 2**63 - 1
     drawn = random(torch.ones(64), "integers", last - 1, last, torch.int64, MESH)  # type: ignore[arg-type]
     assert (drawn == last - 1).all()
+
+
+def test_a_recomputation_after_another_seed_is_refused() -> None:
+    """It would draw other numbers than the forward."""
+    recorder = RngRecorder()
+    restored = recorder.restored  # torch's checkpoint is given both before the forward
+    with recorder:
+        first = dropout(torch.ones(64), 0.5, True, MESH)  # type: ignore[arg-type]
+    with restored:
+        assert torch.equal(dropout(torch.ones(64), 0.5, True, MESH), first)  # type: ignore[arg-type]
+    seed_stream.restart()
+    with pytest.raises(RuntimeProblem, match="call backward before"), restored:
+        pass
