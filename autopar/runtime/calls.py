@@ -88,13 +88,13 @@ class Calls:
                 self.plain.check_unchanged(self._equals)
         variant, training = self._variant(args, batch, training)
         inputs = self._inputs(variant.program, args, batch)
-        drawn = seed_stream.counts()
-        if not in_backward():
+        drawn = seed_stream.counts() if in_backward() else None
+        if drawn is None:
             begin_call(self.program)
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._step(variant, inputs, training)
-        if in_backward() and seed_stream.counts() != drawn:
+        if drawn is not None and seed_stream.counts() != drawn:
             raise RuntimeProblem(
                 "torch.utils.checkpoint(use_reentrant=True) calls this model once more in the backward, which draws other random "
                 "numbers (dropout): leave checkpoint out, since the plan says what is recomputed, or pass use_reentrant=False"

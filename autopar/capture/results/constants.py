@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Form
-from autopar.runtime.step.structures import key_texts, named
+from autopar.runtime.step.structures import key_texts, object_at
 
 
 def constant_form(item: Any) -> Form:
@@ -69,4 +69,4 @@ def factory_form(factory: Any) -> Form:
 def name_of(item: Any) -> str:
     """Return where a class or function lies (``module:name``); empty where that is not it."""
     name = f"{item.__module__}:{item.__qualname__}"
-    return name if named(name) is item else ""
+    return name if object_at(name) is item else ""

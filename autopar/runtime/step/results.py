@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import RuntimeProblem
 from ..module import Program
-from .structures import instance_of, named
+from .structures import instance_of, object_at
 
 Form = Any
 """The structure of the result as nested tuples, like `ir.interface.Form`."""
@@ -44,7 +44,7 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
         return tuple(fields.values()) if kind == "tuple" else list(fields.values())
     if len(rest) > (1 if kind == "dict" else 2):  # keys that are no texts
         fields = dict(zip((build_result(key, loss, outputs) for key in rest[-2]), fields.values(), strict=True))
-    return fields if kind == "dict" else instance_of(named(rest[0]), fields)
+    return fields if kind == "dict" else instance_of(object_at(rest[0]), fields)
 
 
 def _beside_tensors(kind: str, rest: list[Any], outputs: Mapping[str, Any], path: str, loss: torch.Tensor) -> Any:
@@ -52,9 +52,9 @@ def _beside_tensors(kind: str, rest: list[Any], outputs: Mapping[str, Any], path
     if kind == "constant":
         return rest[0]
     if kind == "named":
-        return named(rest[0])
+        return object_at(rest[0])
     if kind == "member":
-        enumeration, value = named(rest[0]), build_result(rest[1], loss, outputs)
+        enumeration, value = object_at(rest[0]), build_result(rest[1], loss, outputs)
         is_enum = isinstance(enumeration, type) and issubclass(enumeration, Enum)  # nor anything else to call
         return enumeration(value) if is_enum else value
     if kind == "device":  # of the kind that this rank computes on: its own

@@ -57,7 +57,7 @@ def key_texts(item: Mapping[Any, Any]) -> list[str]:
     return list(texts)
 
 
-def named(name: str) -> Any:
+def object_at(name: str) -> Any:
     """The object at a name in a module that this process has loaded (``torch.nn:Linear``); None where there is nothing."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)

@@ -77,6 +77,16 @@ def test_equals_torch(name: str) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(parameter).grad, rtol=1e-9, atol=1e-12)
 
 
+def test_a_mean_of_halves_is_finite() -> None:
+    graph = capture(Model(LOSSES["squares"]).half(), (torch.ones(4, 6, 5).half(), torch.ones(4, 6).long()))
+    ops = [node.op for block in graph.blocks for node in block.nodes]
+    assert "float32" in [node.outputs[0].dtype for block in graph.blocks for node in block.nodes if "sum" in node.op], ops
+
+
+def random_masks(scores: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores[(y > 3).bernoulli_(0.5)], y[(y > 3).bernoulli_(0.5)])
+
+
 def written(scores: Tensor, y: Tensor) -> Tensor:
     mask = y != -100
     picked = scores[mask]
@@ -89,6 +99,7 @@ REFUSED: dict[str, Loss] = {
     "of other operands": lambda scores, y: F.cross_entropy(scores[(scores.abs() > 3).any(-1)], y[(scores.exp() > 3).any(-1)]),
     "each": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], reduction="none").square().sum()),
     "a written mask": written,
+    "two random masks": random_masks,
 }
 
 

@@ -52,7 +52,7 @@ class Scaled:
         return self.h * self._scale
 
 
-class Behind:
+class PropertyLoss:
     """A loss behind a property, as it is or computed there."""
 
     def __init__(self, loss: Tensor, logits: Tensor, factor: float = 1.0) -> None:
@@ -130,10 +130,10 @@ def test_private_attributes_come_back() -> None:
     assert counted[1].count == 3 and counted[1]._double is counted[0]._double
 
 
-def test_a_loss_behind_a_property() -> None:
-    _, found = both(lambda x, h: Behind(h.square().mean(), h), "logits")
+def test_a_loss_that_is_a_property() -> None:
+    _, found = both(lambda x, h: PropertyLoss(h.square().mean(), h), "logits")
     assert found.loss.item() == 2.0
-    plain, found = both(lambda x, h: Behind(h.square().mean(), h, 0.5))
+    plain, found = both(lambda x, h: PropertyLoss(h.square().mean(), h, 0.5))
     assert torch.equal(found.loss, plain.loss)  # which no graph computes
 
 
@@ -233,14 +233,14 @@ def test_a_buffer_as_it_was_is_returned_as_a_copy() -> None:
         capture(Rebinds(False), (torch.ones(4, 3),), outputs=("1",))
 
 
-class Named(dict[str, Any]):
+class TwoKeys(dict[str, Any]):
     def __init__(self, one: Any, two: Any) -> None:
         super().__init__(one=one, two=two)
 
 
 def test_more_dictionaries() -> None:
-    plain, found = both(lambda x, h: Named(h, h * 2))
-    assert type(found) is Named and found["two"] is plain["two"]
+    plain, found = both(lambda x, h: TwoKeys(h, h * 2))
+    assert type(found) is TwoKeys and found["two"] is plain["two"]
     plain, found = both(lambda x, h: MappingProxyType({"a": h, "b": 3}))
     assert found["a"] is plain["a"] and found["b"] == 3
     plain, found = both(lambda x, h: {"0": h, 0: h + 1, "'0'": h + 2, None: h + 3})

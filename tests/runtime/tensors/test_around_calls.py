@@ -147,6 +147,18 @@ def resume_with_seeds(force: str, folder: str) -> None:
         assert torch.equal(seeded(X), expected[1])
 
 
+def anomalies(force: str) -> None:
+    """``torch.autograd.detect_anomaly``: torch looks for no numbers in gradients, which are DTensors."""
+    parallel, plain = both(Norm(), force, x=X, y=Y)
+    for model in (parallel, plain):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            model(X, Y).backward()
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+    assert any(parameter.grad is not None for parameter in parallel.parameters())
+
+
 def losses_of_ranks(force: str) -> None:
     parallel, _ = both(Norm(), force, x=X, y=Y)
     (parallel(X, Y) * (1 + dist.get_rank())).backward()
@@ -199,3 +211,9 @@ def test_around_calls(case: Callable[[str], None], force: str, ranks: RankPool) 
 @pytest.mark.parametrize("force", ["dp=2,tp=1,zero=3", "tp=2,dp=1"])
 def test_resume_with_seeds(force: str, ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(resume_with_seeds, force, str(tmp_path), world=2)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("force", ["dp=2,tp=1,zero=3", "tp=2,dp=1", "pp=2,dp=1"])
+def test_anomalies(force: str, ranks: RankPool) -> None:
+    ranks.run(anomalies, force, world=2)

@@ -47,7 +47,7 @@ class MaskLosses(TorchFunctionMode):
             x, mask = args
             source = x if torch.is_grad_enabled() else x.detach()
             self.picked[result] = source, mask, (source._version, mask._version, result._version)
-        elif _is_mask(result) and not named:
+        elif _is_mask(result) and not named and not any(result is each for each in args):  # bernoulli_ is random
             versions = [arg._version for arg in args if isinstance(arg, Tensor)]
             self.operands.append(args)
             self.origins[result] = (func, *map(self._origin, args), *versions, result._version)
@@ -87,7 +87,11 @@ class MaskLosses(TorchFunctionMode):
         wide = mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
         x, y = torch.where(wide, x, _NOT_PICKED), torch.where(wide, y, _NOT_PICKED)
         each = torch.where(wide, func(x, y, **{**options, "reduction": "none"}), 0.0)
-        return each.sum() if options["reduction"] == "sum" else each.sum() / (mask.sum() * (x.numel() // mask.numel()))
+        if options["reduction"] == "sum":
+            return each.sum()
+        total = each.sum() if each.dtype.itemsize > 2 else each.float().sum()  # a sum of halves may be infinite, and the mean not
+        mean: Tensor = (total / (mask.sum() * (x.numel() // mask.numel()))).to(each.dtype)
+        return mean
 
 
 def _is_mask(x: Any) -> bool:
