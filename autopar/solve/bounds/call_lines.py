@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import monotonic
 
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.operations.losses import runs_in_chunks
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.flow_bound import FlowRelaxation
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel
+from autopar.solve.bounds.frontier import ROUNDING, Frontier, SavedLine
+from autopar.solve.ilp.linear_model import LinearModel
 from autopar.solve.ilp.solver import Status, solve
 from autopar.solve.problem.problem import Problem
-
-ROUNDING = 1e-6
-"""The relative rounding of the programs."""
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)
 """Only schedules that take the backward apart have to do with it."""
@@ -29,8 +26,8 @@ _DIRECTIONS = ((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0), _INPUTS_ALONE)
 _HALVINGS = 3
 """The number of times that an edge of the frontier of saved bytes is halved."""
 
-_MIN_EDGE, _MIN_GAIN = 1e-3, 1e-4
-"""Shorter edges of a frontier are not halved, and a corner that lowers an edge by less, relative, is the last one there."""
+_MIN_GAIN = 1e-4
+"""A corner that lowers an edge of the frontier by less, relative, is the last one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +39,6 @@ class DurationLine:
     inputs: float
     weights: float
     least_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLine:
-    """A half-plane of one call and micro-batch, ``recompute x seconds + saved x bytes >= least``."""
-
-    recompute: float
-    saved: float
-    least: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,55 +107,6 @@ def _least(model: LinearModel, seconds: Mapping[int, float], unit: float, second
     model.minimise({column: each / unit for column, each in seconds.items()})
     outcome = solve(model, relaxed=True, time_limit_seconds=seconds_left)
     return max(0.0, outcome.bound * unit * (1 - ROUNDING)) if outcome.status is Status.OPTIMAL else 0.0
-
-
-class Frontier:
-    """The convex frontier, from below, of one call's seconds and saved bytes in a linear program: `seconds` and `bytes` by
-    column, in shares of the largest ones. `fastest`: the seconds that lines do not count. `lines` are the half-planes of it that
-    `solve` has added."""
-
-    def __init__(
-        self,
-        model: LinearModel,
-        seconds: Mapping[int, float],
-        bytes: Mapping[int, float],
-        most_seconds: float,
-        most_bytes: float,
-        fastest: float = 0.0,
-        seconds_left: float = INFINITY,
-    ) -> None:
-        self.model, self.seconds, self.bytes = model, seconds, bytes
-        self.most_seconds, self.most_bytes, self.fastest = most_seconds, most_bytes, fastest
-        self.until = monotonic() + seconds_left
-        self.lines: list[SavedLine] = []
-
-    def solve(self, seconds_weight: float, bytes_weight: float) -> tuple[float, float] | None:
-        """Return the (seconds, bytes) that are least by these weights, which make a line; None where time ends."""
-        model = self.model
-        model.cost = [0.0] * model.variables
-        model.minimise({column: seconds_weight * each for column, each in self.seconds.items()})
-        model.minimise({column: bytes_weight * each for column, each in self.bytes.items()})
-        limit = None if self.until == INFINITY else self.until - monotonic()
-        outcome = solve(model, relaxed=True, time_limit_seconds=limit)
-        if outcome.status is not Status.OPTIMAL:
-            return None
-        least = outcome.bound * (1 - ROUNDING) - self.fastest
-        self.lines.append(SavedLine(seconds_weight / self.most_seconds, bytes_weight / self.most_bytes, least))
-        seconds, size = (sum(outcome.values[column] * each for column, each in of.items()) for of in (self.seconds, self.bytes))
-        return seconds, size
-
-    def halve(self, first: tuple[float, float] | None, last: tuple[float, float] | None, depth: int, min_gain: float) -> None:
-        """Look for lines between two corners. Edges that a corner between them lowers by less than `min_gain` stay."""
-        if first is None or last is None or not depth:
-            return
-        longer, smaller = last[0] - first[0], first[1] - last[1]
-        if min(longer, smaller) < _MIN_EDGE:
-            return
-        price = longer / smaller
-        corner = self.solve(1.0, price)
-        if corner is not None and corner[0] + price * corner[1] < (first[0] + price * first[1]) * (1 - min_gain):
-            self.halve(first, corner, depth - 1, min_gain)
-            self.halve(corner, last, depth - 1, min_gain)
 
 
 def saved_lines(block: BlockRelaxation) -> tuple[SavedLine, ...]:

@@ -1,8 +1,9 @@
 """Plans of every block that take less and less memory under one sharding: what the pipeline stages choose from.
 
 The sharding is solved once, without memory; parameters that are sharded less than possible cost something, since state is what
-fills a pipeline stage. With placements fixed, what is saved and what is recomputed is solved at a few prices of memory, by a
-small ILP for all blocks together. Plans of different prices can follow each other, since placements between blocks are the same.
+fills a pipeline stage. With placements fixed, what is saved and what is recomputed is chosen by a small ILP for all blocks
+together, at the prices of a byte between which the frontier of seconds and bytes has its corners. Plans of different prices can
+follow each other, since placements between blocks are the same.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from autopar.cost_models.step.recompute import with_saved_only
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.rules.loss_chunks import as_plain
+from autopar.solve.bounds.frontier import ROUNDING, Frontier
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
-from autopar.solve.ilp.formulation import Formulation
-from autopar.solve.ilp.linear_model import add, total
-from autopar.solve.ilp.partition import may_partition
+from autopar.solve.ilp.formulation import Expression, Formulation
+from autopar.solve.ilp.linear_model import add
 from autopar.solve.ilp.recompute_offload import add_storages
-from autopar.solve.ilp.solver import most_nodes, solve, solve_large
+from autopar.solve.ilp.solver import solve_large
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, NodeStrategy, PricedConversions, Problem
 
-MEMORY_PRICES = (0.03, 0.1, 0.3, 1.0)
-"""Prices of memory: so many times the forward's seconds for all bytes that a block would save."""
+_HALVINGS = 3
+"""The number of times that an edge of the frontier of seconds and saved bytes is halved."""
 
-PARTITION_PRICES = (3.0, 10.0)
-"""Beyond these prices a block saves little but its inputs: to save them in parts is worth it next."""
+_MIN_GAIN = 1e-2
+"""A corner that lowers an edge of the frontier by less, relative, is the last one there."""
 
 _PARAMETER_COST = 0.3
 """Cost of all parameters, sharded as much as possible, as a share of the seconds of the calls."""
@@ -64,18 +65,12 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
     """Return the frontier with all options, from `fastest_sharding`."""
     problem, sharding, (saving_all,) = fastest.problem, fastest.sharding, fastest.options
     fixed = with_fixed_placements(problem, sharding)
-    program = _SavedProgram(fixed)
     options = [saving_all]
-    for price in MEMORY_PRICES:
-        plans = program.plans_at(price)
-        if plans is not None and plans not in options:
+    for plans in _plans_by_bytes(fixed):
+        if plans not in options:
             options.append(plans)
     repeated = {name for name in saving_all if problem.graph.count(name) > 1}
     others = {name: plan for name, plan in options[-1].items() if name not in repeated}
-    for price in PARTITION_PRICES if may_partition(fixed) else ():
-        plans = program.plans_at(price)
-        if plans is not None and plans not in options and any(plans[name].partition_saved for name in repeated):
-            options.append({**plans, **others})
     recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
@@ -179,38 +174,29 @@ def _placements_of_values(table: BlockTable, plan: BlockPlan) -> dict[str, set[P
     return out
 
 
-class _SavedProgram:
-    """The program of what every block saves, recomputes and saves in parts where its placements are fixed; nothing is offloaded.
-    `seconds` and `bytes` by column, a block's bytes in seconds of its forward for all that it would save."""
-
-    def __init__(self, fixed: Problem) -> None:
-        self.form = form = formulate_flows(fixed)
-        self.seconds: dict[int, float] = {}
-        self.bytes: dict[int, float] = {}
-        for name, table in fixed.blocks.items():
-            form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
-            add_storages(form, name, table, decide=True, offloads=False)
-            self._price(name, table)
-
-    def _price(self, name: str, table: BlockTable) -> None:
-        form, storages = self.form, self.form.storages[name]
-        forward = sum(strategies[0].seconds.forward for strategies in table.strategies.values()) / form.second_unit
-        needed = sum(storages.sizes[storage] for storage in storages.needs)
-        if not needed or not forward:
-            return
-        for column, seconds in storages.seconds:
-            add(self.seconds, {column: (seconds.forward + seconds.backward) / form.second_unit})
-        unit = forward / needed
-        sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items() if storages.sizes.get(storage)}
-        add(self.bytes, sizes, unit)
-        add(self.bytes, storages.held_bytes(form.problem.mesh.sizes)[0], unit)
-
-    def plans_at(self, price: float) -> dict[str, BlockPlan] | None:
-        """Return the optimum where a saved byte costs ``price x forward seconds of the block / bytes that it would save``."""
-        model = self.form.model
-        model.cost = [0.0] * model.variables
-        model.minimise(total((1.0, self.seconds), (price, self.bytes)))
-        outcome = solve(model, relative_gap=1e-3, nodes=most_nodes(model))
-        if not outcome.values:
-            return None
-        return {plan.block: plan for plan in decode(self.form, outcome.values).blocks}
+def _plans_by_bytes(fixed: Problem) -> list[dict[str, BlockPlan]]:
+    """Return the plans at the corners of the frontier of all calls' seconds and saved bytes where placements are fixed, those
+    that save most first. They choose what is saved, recomputed and saved in parts; nothing is offloaded."""
+    form = formulate_flows(fixed)
+    seconds, size = Expression(), Expression()
+    most_seconds = most_bytes = 0.0
+    for name, table in fixed.blocks.items():
+        count = fixed.graph.count(name)
+        form.z[name] = {0: form.model.variable(1.0, lower=1.0)}
+        add_storages(form, name, table, decide=True, offloads=False)
+        storages = form.storages[name]
+        for column, each in storages.seconds:
+            add(seconds, {column: count * (each.forward + each.backward)})
+        sizes = {column: storages.sizes[storage] for storage, column in storages.saved.items()}
+        add(size, sizes, count * form.byte_unit)
+        add(size, storages.held_bytes(form.problem.mesh.sizes)[0], count * form.byte_unit)
+        most_seconds += count * sum(strategies[0].seconds.forward for strategies in table.strategies.values())
+        most_bytes += count * form.byte_unit * sum(storages.sizes[storage] for storage in storages.needs)
+    if not most_seconds or not most_bytes:
+        return []
+    shared_seconds = {column: each / most_seconds for column, each in seconds.items()}
+    shared_bytes = {column: each / most_bytes for column, each in size.items()}
+    frontier = Frontier(form.model, shared_seconds, shared_bytes, most_seconds, most_bytes, integer=True)
+    frontier.halve(frontier.solve(1.0, ROUNDING), frontier.solve(ROUNDING, 1.0), _HALVINGS, _MIN_GAIN)
+    corners = sorted(frontier.corners, key=lambda corner: -corner.bytes)
+    return [{plan.block: plan for plan in decode(form, corner.values).blocks} for corner in corners]

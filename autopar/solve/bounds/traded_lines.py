@@ -8,7 +8,7 @@ saved in parts and recomputed. So it holds for every plan of the block, and for 
 from __future__ import annotations
 
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, value_storages
-from autopar.solve.bounds.call_lines import Frontier, SavedLine
+from autopar.solve.bounds.frontier import Frontier, SavedLine
 from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
 from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import add

@@ -36,18 +36,6 @@ def partition_axes(problem: Problem, table: BlockTable) -> dict[str, tuple[int, 
     return out
 
 
-def may_partition(problem: Problem) -> bool:
-    """Return whether some value of a block that is worth it could be saved in parts."""
-    byte_unit = problem.cluster.device.memory_bytes / 100
-    return any(
-        replicated_on(at, axis) and _worth_it(problem, name, table.costs.value_bytes(value, at) / byte_unit)
-        for name, table in problem.blocks.items()
-        for value, axes in partition_axes(problem, table).items()
-        for axis in axes
-        for at in dict(_produced(problem, table))[value]
-    )
-
-
 def _worth_it(problem: Problem, block: str, size: float) -> bool:
     return size * problem.graph.count(block) >= _MIN_BYTES
 

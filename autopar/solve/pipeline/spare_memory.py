@@ -1,16 +1,18 @@
-"""Memory that a partition leaves free, spent on less recomputation: call by call, where a byte saves most seconds.
+"""The choices of all calls of a stage together, in the memory that a partition leaves free: each byte where it saves most
+seconds.
 
-The dynamic program of `stage_partition` takes one option of the blocks for all calls of a chunk, and the same for all chunks of a
-stage, so that the next option with less recomputation seldom fits. Here each call takes its own.
+The dynamic program of `stage_partition` takes one choice for all calls of a chunk, and the same for all chunks of a stage, so
+that the next faster one seldom fits. Here each call takes its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.solve.pipeline.stage_tables import StageTables
+from autopar.solve.pipeline.stage_cuts import PassSeconds
+from autopar.solve.pipeline.stage_tables import CallCost, StageTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,62 +25,109 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One call with the next option on its convex frontier of seconds and bytes: what it gains, and what it takes more."""
+class _Choice:
+    """A choice of one call: an option of its block and a ZeRO stage, with its seconds in a step, and its bytes."""
 
-    call: int
-    option: int
+    choice: tuple[int, int]
     seconds: float
     bytes: float
 
 
-def with_spare_bytes(
-    plan: StagePlan,
-    tables: Sequence[StageTables],
-    stage_of: Sequence[int],
-    in_flight: Sequence[float],
-    spare: Sequence[float],
-) -> StagePlan:
-    """Return the plan with as little recomputation as `spare` bytes of each stage allow by estimate. `tables`: of each stage.
-    `stage_of`, `in_flight`: the stage of each chunk, and its micro-batches in flight."""
-    choices = list(plan.choices)
-    for stage, left in enumerate(spare):
-        steps = [
-            step
-            for (first, end), at, count in zip(pairwise(plan.edges), stage_of, in_flight, strict=True)
-            if at == stage
-            for call in range(first, end)
-            for step in _frontier_steps(tables[stage], call, *choices[call], count)
-        ]
-        # the steps of one call are in this order too, since its frontier is convex
-        for step in sorted(steps, key=lambda each: -each.seconds / each.bytes):
-            if step.bytes > left:
-                break
-            left -= step.bytes
-            choices[step.call] = step.option, choices[step.call][1]
-    return StagePlan(plan.edges, tuple(choices))
+@dataclass(frozen=True, slots=True)
+class StageChoices:
+    """The choices of all calls, by estimate. `tables`: of each stage. `stage_of`, `in_flight`: the stage of each chunk, and its
+    micro-batches in flight."""
+
+    tables: Sequence[StageTables]
+    stage_of: Sequence[int]
+    in_flight: Sequence[float]
+
+    def fastest(self, edges: Sequence[int], zeros: Sequence[int], budget_bytes: Sequence[float]) -> StagePlan | None:
+        """Return the fastest choices under the ZeRO stages `zeros` of all calls within the budget of each stage; None where even
+        the smallest take more."""
+        choices = [(0, 0)] * len(zeros)
+        for stage, left in enumerate(budget_bytes):
+            steps: list[tuple[float, int, int, _Choice, float]] = []
+            for place, count, call in self._calls(edges, stage):
+                every = _choices(self.tables[stage], call, count)
+                hull = _convex_hull([each for each in every if each.choice[1] == zeros[call]])
+                left -= hull[0].bytes
+                choices[call] = hull[0].choice
+                for one, other in pairwise(hull):
+                    more = other.bytes - one.bytes
+                    steps.append(((one.seconds - other.seconds) / more, place, call, other, more))
+            if left < 0:
+                return None
+            full = set[int]()
+            # the steps of one call are in this order too, since its choices are convex; of equal ones each chunk takes one in
+            # turn, since a chunk that takes longer than others delays all stages
+            for *_, call, other, more in sorted(steps, key=lambda step: (-round(step[0], 18), step[1])):
+                if more > left or call in full:
+                    full.add(call)
+                    continue
+                left -= more
+                choices[call] = other.choice
+        return StagePlan(tuple(edges), tuple(choices))
+
+    def stage_bytes(self, plan: StagePlan) -> list[float]:
+        """Return the bytes of the calls of each stage."""
+        return [sum(each.bytes for each in self._chosen(plan, stage)) for stage in range(len(self.tables))]
+
+    def busiest_seconds(self, plan: StagePlan) -> float:
+        """Return the seconds in a step of the calls of the stage that has most to compute."""
+        return max(sum(each.seconds for each in self._chosen(plan, stage)) for stage in range(len(self.tables)))
+
+    def call_seconds(self, plan: StagePlan) -> list[PassSeconds]:
+        """Return the seconds of each call."""
+        out = []
+        for stage, tables in enumerate(self.tables):
+            calls, many = dict(zip(tables.names, tables.calls, strict=True)), tables.setting.micro_batches
+            for _, _, call in self._calls(plan.edges, stage):
+                cost = calls[plan.choices[call]][tables.graph.calls[call].block]
+                forward = cost.pass_seconds - cost.backward_seconds
+                seconds = PassSeconds(_step_seconds(cost, many), forward, cost.backward_seconds, cost.weight_seconds)
+                out.append((call, seconds))
+        return [seconds for _, seconds in sorted(out)]
+
+    def _calls(self, edges: Sequence[int], stage: int) -> Iterator[tuple[int, float, int]]:
+        """Yield the calls of a stage: the place in its chunk, the micro-batches in flight there, and the call."""
+        for (first, end), at, count in zip(pairwise(edges), self.stage_of, self.in_flight, strict=True):
+            yield from ((call - first, count, call) for call in range(first, end) if at == stage)
+
+    def _chosen(self, plan: StagePlan, stage: int) -> Iterator[_Choice]:
+        for _, count, call in self._calls(plan.edges, stage):
+            every = _choices(self.tables[stage], call, count)
+            yield next(each for each in every if each.choice == plan.choices[call])
 
 
-def pass_seconds(plan: StagePlan, tables: Sequence[StageTables], stage_of: Sequence[int]) -> list[float]:
-    """Return the seconds of one micro-batch through each stage, by the tables."""
-    out = [0.0] * len(tables)
-    for (first, end), stage in zip(pairwise(plan.edges), stage_of, strict=True):
-        costs = dict(zip(tables[stage].names, tables[stage].calls, strict=True))
-        out[stage] += sum(
-            costs[plan.choices[call]][tables[stage].graph.calls[call].block].pass_seconds for call in range(first, end)
-        )
+def _choices(tables: StageTables, call: int, in_flight: float) -> list[_Choice]:
+    """Return all choices of a call."""
+    block, many = tables.graph.calls[call].block, tables.setting.micro_batches
+    out = []
+    for choice, calls in zip(tables.names, tables.calls, strict=True):
+        cost, saved = calls[block], tables.saved[choice[0]][call]
+        out.append(_Choice(choice, _step_seconds(cost, many), cost.state_bytes + tables.held * in_flight * saved))
     return out
 
 
-def _frontier_steps(tables: StageTables, call: int, option: int, zero: int, in_flight: float) -> Iterable[_Step]:
-    """Yield the steps from an option of a call to faster ones that save more."""
-    block = tables.graph.calls[call].block
-    seconds = {number: of[block].pass_seconds for (number, at), of in zip(tables.names, tables.calls, strict=True) if at == zero}
-    sizes = [tables.held * in_flight * saved[call] for saved in tables.saved]
-    while True:
-        faster = [each for each in seconds if seconds[each] < seconds[option] and sizes[each] > sizes[option]]
-        if not faster:
-            return
-        best = max(faster, key=lambda each: (seconds[option] - seconds[each]) / (sizes[each] - sizes[option]))
-        yield _Step(call, best, seconds[option] - seconds[best], sizes[best] - sizes[option])
-        option = best
+def _step_seconds(cost: CallCost, micro_batches: int) -> float:
+    """Return the seconds of a call in a step."""
+    reduced = max(0.0, cost.reduce_seconds - cost.backward_seconds)
+    return micro_batches * cost.pass_seconds + cost.update_seconds + reduced
+
+
+def _convex_hull(choices: Sequence[_Choice]) -> list[_Choice]:
+    """Return the choices on the convex frontier of seconds and bytes, that with the fewest bytes first."""
+    hull: list[_Choice] = []
+    for each in sorted(choices, key=lambda each: (each.bytes, each.seconds)):
+        if hull and each.seconds >= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], each):
+            hull.pop()
+        hull.append(each)
+    return hull
+
+
+def _slope(one: _Choice, other: _Choice) -> float:
+    """Return the seconds that a byte saves from one choice to another."""
+    return (one.seconds - other.seconds) / (other.bytes - one.bytes)

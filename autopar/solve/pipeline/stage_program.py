@@ -17,7 +17,8 @@ import numpy
 from autopar.cost_models.events.state_transfers import Edge
 from autopar.ir.plan import Pipeline
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine
+from autopar.solve.bounds.call_lines import DurationLine
+from autopar.solve.bounds.frontier import SavedLine
 from autopar.solve.bounds.schedule_paths import COARSE_GROUPS, FINE_GROUPS, KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule

@@ -26,10 +26,11 @@ from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
-from autopar.solve.pipeline.spare_memory import StagePlan, pass_seconds, with_spare_bytes
+from autopar.solve.pipeline.spare_memory import StageChoices, StagePlan
+from autopar.solve.pipeline.stage_cuts import CutClock, move_calls
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
-from autopar.solve.pipeline.stage_tables import BestRanges, RangeOptions, best_ranges, spare_bytes, with_sends
+from autopar.solve.pipeline.stage_tables import RangeOptions, best_ranges, spare_bytes, with_sends
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import ScheduleOption
@@ -128,22 +129,40 @@ class StageSearch:
     def _with_spare_memory(
         self, placed: PlacedPoint, option: ScheduleOption, plan: StagePlan, found: PricedPlan, rival_seconds: float
     ) -> PricedPlan:
-        """Return the plan with less recomputation in the memory that it leaves free. The tables' estimates of that are corrected
-        by what the evaluator says of a plan that uses it."""
-        point = placed.point
-        tables = [placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)]
-        ranks, _, in_flight = zip(*self._chunks(point, option), strict=True)
-        spare, before = _bytes_left(found.evaluation), pass_seconds(plan, tables, ranks)
-        for _ in range(_ATTEMPTS):
-            more = with_spare_bytes(plan, tables, ranks, in_flight, spare)
-            gain = max(old - new for old, new in zip(before, pass_seconds(more, tables, ranks), strict=True))
-            if not gain or found.evaluation.step_seconds - point.micro_batches * gain >= rival_seconds:
-                return found
-            other = self._priced(placed, option, more)
-            if other.evaluation.fits:
-                return min(found, other, key=lambda each: each.evaluation.step_seconds)
-            spare = [each + 1.05 * min(0.0, left) for each, left in zip(spare, _bytes_left(other.evaluation), strict=True)]
-        return found
+        """Return the plan with faster choices of calls in the memory that it leaves free, under its own ZeRO stages or one for
+        all, and with the cuts that suit them. The tables' estimates of that are corrected by what the evaluator says of a plan
+        that uses it."""
+        point, ranks = placed.point, [rank for rank, _, _ in self._chunks(placed.point, option)]
+        memory = StageChoices(
+            tables=[placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)],
+            stage_of=ranks,
+            in_flight=[count for _, _, count in self._chunks(point, option)],
+        )
+        pipeline = Pipeline(point.stages, option.virtual, option.schedule)
+        sends = [self._send_seconds(placed, *pair) or [0.0] * len(self.graph.calls) for pair in pairwise(ranks)]
+        shared = self.cluster.device.ranks_per_core
+        own = tuple(zero for _, zero in plan.choices)
+        best, left = found, _bytes_left(found.evaluation)
+        for zeros in dict.fromkeys((own, *((zero,) * len(own) for _, zero in memory.tables[0].names))):
+            edges, budget = plan.edges, [sum(each) for each in zip(memory.stage_bytes(plan), left, strict=True)]
+            for attempt in range(_ATTEMPTS):
+                more = memory.fastest(edges, zeros, budget)
+                fastest = min(rival_seconds, best.evaluation.step_seconds)
+                if more is None or memory.busiest_seconds(more) >= fastest:
+                    break
+                if not attempt:
+                    clock = CutClock.of(pipeline, point.micro_batches, memory.call_seconds(more), sends, shared)
+                    edges = move_calls(edges, clock)
+                    more = memory.fastest(edges, zeros, budget)
+                    if more is None or clock.step_seconds(edges) >= fastest:
+                        break
+                other = self._priced(placed, option, more)
+                if other.evaluation.fits:
+                    best = min(best, other, key=lambda each: each.evaluation.step_seconds)
+                    break
+                spare = _bytes_left(other.evaluation)
+                budget = [each + (more if more > 0 else 1.05 * more) for each, more in zip(budget, spare, strict=True)]
+        return best
 
     def solve_with_least_memory(self, point: GridPoint, option: ScheduleOption) -> PricedPlan | None:
         """The point under one schedule with the partition whose fullest stage takes least memory, whether that fits or not. None
@@ -172,7 +191,8 @@ class StageSearch:
         }
         each = [options_by_stage[device, count] for _, device, count in chunks]
         ranks = [rank for rank, _, _ in chunks]
-        each = [each[0], *(self._with_sends(placed, one, *pair) for one, pair in zip(each[1:], pairwise(ranks), strict=True))]
+        sends = [[], *(self._send_seconds(placed, *pair) for pair in pairwise(ranks))]
+        each = [with_sends(one, to, point.micro_batches) if to else one for one, to in zip(each, sends, strict=True)]
         # a stage computes all of its chunks
         cut = best_partition(
             [one.load_seconds * option.virtual for one in each], [one.pass_seconds for one in each], option.bubble_passes
@@ -204,14 +224,13 @@ class StageSearch:
         costs = {name: known_costs[original] for name, original in originals.items() if original in known_costs}
         return PricedPlan(candidate, evaluate(graph, candidate, self.cluster, self.options.optimizer, costs), graph)
 
-    def _with_sends(self, placed: PlacedPoint, ranges: BestRanges, before: int, rank: int) -> BestRanges:
-        """Return the ranges of a chunk on stage `rank` that follows one on stage `before`, with their sends."""
+    def _send_seconds(self, placed: PlacedPoint, before: int, rank: int) -> list[float]:
+        """Return the seconds of a transfer over a cut before each call from stage `before` to `rank`; nothing on one stage."""
         if before == rank:
-            return ranges
+            return []
         tables = next(iter(placed.tables.values()))
         link = stage_link(self.cluster, placed.point.mesh.size, before, rank)
-        seconds = [collective_seconds("point_to_point", size, link) if size else 0.0 for size in tables.sent_bytes]
-        return with_sends(ranges, seconds, placed.point.micro_batches)
+        return [collective_seconds("point_to_point", size, link) if size else 0.0 for size in tables.sent_bytes]
 
     @staticmethod
     def _usable_bytes(point: GridPoint, device: Device) -> float:

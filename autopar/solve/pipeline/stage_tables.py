@@ -36,13 +36,15 @@ from autopar.solve.pipeline.stage_partition import Matrix, best_partition
 
 
 class CallCost(NamedTuple):
-    """The cost of one call. Of each micro-batch: `pass_seconds` and its share `backward_seconds`. Once a step: `reduce_seconds`
+    """The cost of one call. Of each micro-batch: `pass_seconds`, of that `backward_seconds`, and of that the `weight_seconds`
+    that a schedule may delay. Once a step: `reduce_seconds`
     (of gradients, where they are reduced after the last micro-batch) and `update_seconds` (optimizer). Of a chunk's calls only
     the largest counts for `running_bytes` (what it needs while it runs) and `exposed_seconds` (a reduction that nothing
     overlaps). Bytes are those that the allocator reserves."""
 
     pass_seconds: float
     backward_seconds: float
+    weight_seconds: float
     reduce_seconds: float
     update_seconds: float
     state_bytes: float
@@ -171,8 +173,8 @@ class StageTables:
         """Return the matrices of `RangeOptions` under one choice, in its order."""
         calls = [per_block[call.block] for call in self.graph.calls]
         columns = [list(column) for column in zip(*calls, strict=True)]
-        pass_seconds, backward, reduced, update, state = (_ranges(column) for column in columns[:5])
-        running, exposed = (_largest(column) for column in columns[5:])
+        pass_seconds, backward, _, reduced, update, state = (_ranges(column) for column in columns[:6])
+        running, exposed = (_largest(column) for column in columns[6:])
         with numpy.errstate(invalid="ignore"):
             load = self.setting.micro_batches * pass_seconds + update + numpy.fmax(0.0, reduced - backward) + exposed
         return load, pass_seconds, state, running + self.inputs, _ranges([self.held * size for size in self.saved[number]])
@@ -205,6 +207,7 @@ def call_cost(trace: CallTrace, cost: StateCost, communication: StateCommunicati
     return CallCost(
         pass_seconds=forward_pass + backward_pass,
         backward_seconds=backward_pass,
+        weight_seconds=min(trace.weight_gradient_seconds, backward_pass),
         reduce_seconds=communication.reduce_last - communication.reduce_each,
         update_seconds=communication.optimizer_seconds,
         state_bytes=memory.parameters + memory.optimizer + memory.buffers + held * stays,
