@@ -79,14 +79,15 @@ class CutClock:
         return max(each.end_seconds + load - each.busy_seconds for each, load in zip(clocks, loads, strict=True))
 
 
-def move_calls(edges: Edges, clock: CutClock) -> Edges:
-    """Return cuts that no move of one call from a chunk to another makes faster, or the best after `_MOST_ACTIONS`."""
+def move_calls(edges: Edges, clock: CutClock, cuts: Sequence[int]) -> Edges:
+    """Return edges, of the places `cuts` where chunks may begin and end, that no move of one place from a chunk to another makes
+    faster; or the best after `_MOST_ACTIONS`."""
     best = clock.step_seconds(edges)
     runs_left = _MOST_ACTIONS // (2 * (len(edges) - 1) * clock.micro_batches)
     improved = True
     while improved:
         improved = False
-        for other in _neighbours(edges):
+        for other in _neighbours(edges, cuts):
             seconds = clock.step_seconds(other, best)
             runs_left -= seconds < inf
             if seconds < best * (1 - 1e-9):
@@ -97,12 +98,13 @@ def move_calls(edges: Edges, clock: CutClock) -> Edges:
     return edges
 
 
-def _neighbours(edges: Edges) -> Iterator[Edges]:
-    """Yield the cuts after one call more in a chunk and one less in another: those between the two move by one."""
-    chunks = len(edges) - 1
+def _neighbours(edges: Edges, cuts: Sequence[int]) -> Iterator[Edges]:
+    """Yield the edges after one place more in a chunk and one less in another: those between the two move by one."""
+    chunks, numbers = len(edges) - 1, {cut: number for number, cut in enumerate(cuts)}
+    at = [numbers[edge] for edge in edges]
     for first in range(1, chunks):
         for end in range(first, chunks):
             for by in (1, -1):
-                moved = tuple(edge + by if first <= place <= end else edge for place, edge in enumerate(edges))
+                moved = at[:first] + [number + by for number in at[first : end + 1]] + at[end + 1 :]
                 if moved[first - 1] < moved[first] and moved[end] < moved[end + 1]:
-                    yield moved
+                    yield tuple(cuts[number] for number in moved)

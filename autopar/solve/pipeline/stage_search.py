@@ -26,7 +26,7 @@ from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
-from autopar.solve.pipeline.spare_memory import StageChoices, StagePlan
+from autopar.solve.pipeline.stage_choices import StageChoices, StagePlan
 from autopar.solve.pipeline.stage_cuts import CutClock, move_calls
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
 from autopar.solve.pipeline.stage_placement import PlacedPoint, StagePlacement
@@ -132,31 +132,30 @@ class StageSearch:
         """Return the plan with faster choices of calls in the memory that it leaves free, under its own ZeRO stages or one for
         all, and with the cuts that suit them. The tables' estimates of that are corrected by what the evaluator says of a plan
         that uses it."""
-        point, ranks = placed.point, [rank for rank, _, _ in self._chunks(placed.point, option)]
-        memory = StageChoices(
-            tables=[placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)],
-            stage_of=ranks,
-            in_flight=[count for _, _, count in self._chunks(point, option)],
-        )
+        point, chunks = placed.point, self._chunks(placed.point, option)
+        ranks = [rank for rank, _, _ in chunks]
+        tables = [placed.tables[part.device] for part in stage_clusters(self.cluster, point.stages)]
+        memory = StageChoices(tables, ranks, [count for _, _, count in chunks])
         pipeline = Pipeline(point.stages, option.virtual, option.schedule)
         sends = [self._send_seconds(placed, *pair) or [0.0] * len(self.graph.calls) for pair in pairwise(ranks)]
-        shared = self.cluster.device.ranks_per_core
+        cuts = [place for place, allowed in enumerate(self._allowed_ranges()[0]) if allowed]
         own = tuple(zero for _, zero in plan.choices)
         best, left = found, _bytes_left(found.evaluation)
-        for zeros in dict.fromkeys((own, *((zero,) * len(own) for _, zero in memory.tables[0].names))):
+        for zeros in dict.fromkeys((own, *((zero,) * len(own) for _, zero in tables[0].names))):
             edges, budget = plan.edges, [sum(each) for each in zip(memory.stage_bytes(plan), left, strict=True)]
             for attempt in range(_ATTEMPTS):
-                more = memory.fastest(edges, zeros, budget)
-                fastest = min(rival_seconds, best.evaluation.step_seconds)
-                if more is None or memory.busiest_seconds(more) >= fastest:
+                fuller = memory.fastest(edges, zeros, budget)
+                rival_seconds = min(rival_seconds, best.evaluation.step_seconds)
+                if fuller is None or memory.busiest_seconds(fuller) >= rival_seconds:
                     break
                 if not attempt:
-                    clock = CutClock.of(pipeline, point.micro_batches, memory.call_seconds(more), sends, shared)
-                    edges = move_calls(edges, clock)
-                    more = memory.fastest(edges, zeros, budget)
-                    if more is None or clock.step_seconds(edges) >= fastest:
+                    seconds = memory.call_seconds(fuller)
+                    clock = CutClock.of(pipeline, point.micro_batches, seconds, sends, self.cluster.device.ranks_per_core)
+                    edges = move_calls(edges, clock, cuts)
+                    fuller = memory.fastest(edges, zeros, budget)
+                    if fuller is None or clock.step_seconds(edges) >= rival_seconds:
                         break
-                other = self._priced(placed, option, more)
+                other = self._priced(placed, option, fuller)
                 if other.evaluation.fits:
                     best = min(best, other, key=lambda each: each.evaluation.step_seconds)
                     break

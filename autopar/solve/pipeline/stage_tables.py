@@ -146,7 +146,7 @@ class StageTables:
     ) -> float:
         """Return an estimate of the step with equal stages of `virtual` equal chunks: at least the layers of the fullest chunk
         (chunks take turns, so a longer one delays all), and `transfer_seconds` for each micro-batch. Calls may have different
-        options (`spare_memory`). Infinite where stages do not fit that have `in_flight` micro-batches on average."""
+        options (`stage_choices`). Infinite where stages do not fit that have `in_flight` micro-batches on average."""
         counts = Counter(call.block for call in self.graph.calls)
         by_zero: dict[int, list[tuple[float, float]]] = {}
         for (number, zero), calls in zip(self.names, self.calls, strict=True):

@@ -35,12 +35,19 @@ def test_near_the_best_of_all_cuts(case: tuple[int, int, str, int]) -> None:
         clock = clock_of(seed, case, calls)
         every = [(0, *cut, calls) for cut in combinations(range(1, calls), chunks - 1)]
         best = min(map(clock.step_seconds, every))
-        edges = move_calls(equal, clock)
+        edges = move_calls(equal, clock, range(calls + 1))
         assert edges in every and clock.step_seconds(edges) <= clock.step_seconds(equal)
         ratios.append(clock.step_seconds(edges) / best)
         faster += clock.step_seconds(edges) < clock.step_seconds(equal)
     assert min(ratios) >= 1 - 1e-12 and max(ratios) < 1.06 and sum(ratios) / len(ratios) < 1.02, ratios
     assert faster
+
+
+def test_chunks_begin_where_they_may() -> None:
+    """Of places in pairs, as halves of layers are that only a whole layer may leave."""
+    clock, cuts = clock_of(1, (2, 2, "1f1b", 4), 13), [0, 2, 4, 6, 8, 10, 12, 13]
+    edges = move_calls((0, 2, 4, 8, 13), clock, cuts)
+    assert set(edges) <= set(cuts) and clock.step_seconds(edges) < clock.step_seconds((0, 2, 4, 8, 13))
 
 
 def test_a_stage_that_computes_too_long_is_not_clocked() -> None:

@@ -14,7 +14,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.pipeline_grid import PipelineGrid
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.solve.pipeline.spare_memory import StageChoices, StagePlan
+from autopar.solve.pipeline.stage_choices import StageChoices, StagePlan
 from autopar.solve.pipeline.stage_tables import CallCost, least_of_mixtures
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import schedule_options
