@@ -25,7 +25,6 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.expert_prices import ExpertPrices
 from autopar.explain.out_of_memory import memory_answer
-from autopar.explain.predicted_step import predicted_step
 from autopar.explain.progress import LOGGER, say_measuring, say_plan
 from autopar.given_plan import (
     batch_dims,
@@ -56,6 +55,7 @@ from autopar.planning import make_plan, plan, plan_with
 from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
 from autopar.program.proof import require_proof
+from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.comm.symmetric_memory import async_tp_groups

@@ -18,7 +18,7 @@ from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_contro
 from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
 from autopar.capture.tracing.custom_functions import SEED, check_linear
 from autopar.capture.tracing.data.batch_questions import without_casts
-from autopar.capture.tracing.explain import derivative_refused
+from autopar.capture.tracing.explain_error import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import NO_GRAD_MARK, refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan

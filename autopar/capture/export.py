@@ -16,7 +16,7 @@ from autopar.capture.bind import BatchDim, batch_of
 from autopar.capture.convert import BatchIsDivided, flatten_program
 from autopar.capture.flat import FlatGraph
 from autopar.capture.float8 import with_float8_products
-from autopar.capture.fold import fold
+from autopar.capture.fold_layers import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout

@@ -9,11 +9,11 @@ import torch
 
 from autopar.dryrun.compat import fake_group
 from autopar.dryrun.run import check_rank, make_optimizer
-from autopar.explain.predicted_step import predicted_step
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
 from autopar.program.build import build_program
 from autopar.program.export import random_batch
+from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.p2p import PendingReceive, PointToPoint
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.module import ParameterSpec

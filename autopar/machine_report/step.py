@@ -16,12 +16,12 @@ from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.dryrun.real_kernels import compare_with_plan, measure_rank
-from autopar.explain.predicted_step import predicted_step
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.machine_report.cases import StepCase
 from autopar.options import PlanOptions
 from autopar.plan_inputs import capture_for, registry
 from autopar.precision import precision_of
+from autopar.report.predicted_step import predicted_step
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.report import plan_of_result

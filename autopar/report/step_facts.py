@@ -6,9 +6,9 @@ from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline
 from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES
-from autopar.explain.predicted_step import predicted_step, stage_parts
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan_file.plan_file import Plan
+from autopar.report.predicted_step import predicted_step, stage_parts
 from autopar.schedules.placement import chunks_of_stages
 
 COMPUTE, DATA, BUBBLE, OPTIMIZER = "compute", "waits for the data axis", "pipeline bubble", "optimizer"
@@ -42,7 +42,7 @@ def step_facts(plan: Plan, timeline: StepTimeline) -> dict[str, Any]:
 
 
 def _parts(number: int, plan: Plan, timeline: StepTimeline) -> dict[str, float]:
-    """Return the parts of one stage: those of `explain.predicted_step`, with exposed communication by mesh axis, and the
+    """Return the parts of one stage: those of `report.predicted_step`, with exposed communication by mesh axis, and the
     accumulation of gradients in the compute, where the evaluator has it."""
     stage, traces = timeline.evaluation.stages[number], timeline.traces[number]
     row = stage_parts(number, plan, stage, traces)

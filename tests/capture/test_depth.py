@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.capture.convert import flatten_program
-from autopar.capture.fold import fold
+from autopar.capture.fold_layers import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.tracing.trace import trace
 from autopar.cost_models.hardware.cluster import Cluster

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.convert import flatten_program
-from autopar.capture.fold import fold
+from autopar.capture.fold_layers import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.tracing.outline import find_groups
 from autopar.capture.tracing.trace import Traced, trace

@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(pipelined: Callable[[Pipeline, int], Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a pipeline of two stages, with a measured step: twice what was predicted."""
-    from autopar.explain.predicted_step import predicted_step
+    from autopar.report.predicted_step import predicted_step
 
     plan = pipelined(Pipeline(2, 1, "1f1b"), 4)
     predicted = predicted_step(plan)

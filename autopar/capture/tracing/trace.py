@@ -27,7 +27,7 @@ from autopar.capture.tracing.data.mask_losses import MaskLosses
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
-from autopar.capture.tracing.explain import explain
+from autopar.capture.tracing.explain_error import explain
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks

@@ -14,7 +14,7 @@ from autopar.ir.plan_file.plan_file import Plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Reads the two files, and says where they differ."""
     from autopar.explain.measured_file import read_measured
-    from autopar.explain.predicted_step import predicted_step
+    from autopar.report.predicted_step import predicted_step
     from autopar.runtime.report.compare import comparison
 
     path = Path(arguments.plan).with_name("measured.json") if arguments.measured is None else arguments.measured

@@ -88,7 +88,7 @@ def timeline(plan: Plan, console: Console) -> None:
     axis. PlanError where the file does not describe the cluster."""
     from autopar.cost_models.breakdown.pipeline_timeline import pipeline_timeline
     from autopar.cost_models.step.evaluate import evaluate
-    from autopar.explain.predicted_step import described_cluster
+    from autopar.report.predicted_step import described_cluster
 
     cluster = described_cluster(plan)
     found = pipeline_timeline(plan.graph, plan.candidate, cluster, plan.document.optimizer)

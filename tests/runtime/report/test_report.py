@@ -15,8 +15,8 @@ import autopar
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.explain.predicted_step import predicted_step
 from autopar.planning import make_plan
+from autopar.report.predicted_step import predicted_step
 
 PLANS = {"dp=2,zero=3": 16, "pp=2": 16}
 
@@ -37,11 +37,11 @@ def measured(path: str, folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from autopar.errors import AutoparError
-    from autopar.explain.predicted_step import predicted_step
     from autopar.ir.plan_file.plan_file import load_plan
     from autopar.passes.lower import lower
     from autopar.program.build import build_program
     from autopar.program.export import random_batch
+    from autopar.report.predicted_step import predicted_step
     from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
     from autopar.runtime.step.inputs import NamedBatch
