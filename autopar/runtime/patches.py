@@ -22,6 +22,7 @@ from .compat.hooks import (
     data_by_values,
     engine_calls,
     fused_updates,
+    groups_in_checkpoints,
     masked_items,
     muon_updates,
     on_manual_seed,
@@ -29,9 +30,9 @@ from .compat.hooks import (
     whole_items,
 )
 from .device.rng import seed_stream
+from .plain.optimizer_state import refuse_plain_states
 from .plain.sharded_state_dict import refuse_parts_of_states
 from .state.loss_scale import agree_on_overflow
-from .state.optimizer_state import refuse_plain_states
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
@@ -80,6 +81,7 @@ def _patches() -> ExitStack:
         write_through_views,  # calls the handlers above
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
+        groups_in_checkpoints,
         refuse_parts_of_states,
         refuse_plain_states,
         allow_empty_optimizers,

@@ -20,6 +20,7 @@ from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked
 from ..state.weight_source import named_tensors
 from .frozen_reads import FrozenReads
+from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
 
 
@@ -37,7 +38,7 @@ class PlainModel:
         self.names, extra = first_names(model)
         self.extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
-        self.parameter_names = [name for name, _ in model.named_parameters()]
+        self.parameter_kinds = {name: ParameterKind(each.dim(), each.requires_grad) for name, each in model.named_parameters()}
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
 
     def copied(self) -> PlainModel:
