@@ -135,7 +135,10 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable
                 "requires_grad_(True) before autopar.parallelize"
             )
         if hooked(parameter):
-            raise StateError(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")
+            raise StateError(
+                f"{name} has a gradient hook, which would never run: after the backward, change .grad (or call optimizer.step(), "
+                "where the hook does)"
+            )
 
 
 # -- its tensors
