@@ -15,14 +15,12 @@ from types import TracebackType
 
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
+from .compat.checkpoints import before_full_states, boxes_in_checkpoints, groups_in_checkpoints
 from .compat.hooks import (
     after_unscaling,
-    before_full_states,
-    boxes_in_checkpoints,
     data_by_values,
     engine_calls,
     fused_updates,
-    groups_in_checkpoints,
     masked_items,
     muon_updates,
     on_manual_seed,
