@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -22,8 +20,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def save_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> None:
     """Save the optimizer's state, of which each rank writes its shards (all ranks must call)."""
-    with _without_empty_groups(optimizer):
-        state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
+    state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
     save({"optimizer": state}, checkpoint_id=str(Path(folder, OPTIMIZER_FOLDER)))
     wait_for_all()
 
@@ -33,23 +30,9 @@ def load_optimizer(folder: str, parallel: Parallel, optimizer: Optimizer) -> Non
     path = Path(folder, OPTIMIZER_FOLDER)
     if not path.is_dir():
         raise StateError(f"{folder} has no folder {OPTIMIZER_FOLDER}, so it was not saved by autopar: pass its model only")
-    with _without_empty_groups(optimizer):
-        state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
-        load({"optimizer": state}, checkpoint_id=str(path))
-        set_optimizer_state_dict(parallel, optimizer, optim_state_dict=state, options=_FLAT)
-
-
-@contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer without groups that have no parameters: torch 2.13 finds a group by its first parameter, and a Trainer makes
-    a group of biases and norms also for LoRA, which trains none."""
-    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-    try:
-        yield
-    finally:
-        for place, group in empty:
-            optimizer.param_groups.insert(place, group)
+    state = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
+    load({"optimizer": state}, checkpoint_id=str(path))
+    set_optimizer_state_dict(parallel, optimizer, optim_state_dict=state, options=_FLAT)
 
 
 def load_weights(folder: str, parallel: Parallel) -> None:

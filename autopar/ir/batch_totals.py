@@ -2,7 +2,8 @@
 
 On it parameters are replicated and their gradients add up; only the loss may be a sum over the micro-batches. A value that the
 inputs determine and that is such a sum (the number of valid tokens) is a *batch total*: it is computed for all micro-batches
-first. Whatever else needs the whole batch (batch norm, contrastive losses) forces one micro-batch.
+first. Buffers (weights of classes) count as inputs, since no program with micro-batches writes them. Whatever else needs the
+whole batch (batch norm, contrastive losses) forces one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.ir.plan import BlockPlan, Candidate
 
 @dataclass(frozen=True, slots=True)
 class BatchTotal:
-    """A value of a block that is a reduction (`op`: sum, max, min) over the whole batch, and that the inputs alone determine."""
+    """A value of a block that is a reduction (`op`: sum, max, min) over the whole batch and that inputs and buffers determine."""
 
     block: str
     value: str
@@ -97,6 +98,7 @@ def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) ->
                 raise PlanError(f"{block.name} takes the whole of {min(graph_names & batched)} at once: it takes one micro-batch")
         ends = {call.outputs[index] for call in calls for index, name in enumerate(block.outputs)}
         known = {name for name, graph_names in inputs.items() if graph_names <= given}
+        known |= {each.value.name for each in block.parameters if each.buffer}  # constants: what writes buffers is refused below
         out += _of_block(graph, block, at, known, graph.loss in ends)
     return tuple(out)
 
@@ -127,6 +129,12 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
     if block.updates:
         written, value = block.updates[0]
         maker = next((node for node in block.nodes if any(each.name == value for each in node.outputs)), None)
+        read = {operand for node in ancestors(block, {value}) for operand in node.operands()}
+        if not any(has_batch(dim) for name in read for dim in values[name].shape):  # spectral norm: no statistics of the batch
+            raise PlanError(
+                f"{block.name} updates the buffer {written} once a forward, which would be once a micro-batch "
+                f"({_place(maker) or 'the model'}): it takes one micro-batch"
+            )
         raise PlanError(
             f"{block.name} writes statistics of the whole batch into {written} ({_place(maker) or 'batch norm'}; nn.GroupNorm, "
             "or batch norm in eval mode, needs none): it takes one micro-batch"
@@ -166,7 +174,7 @@ def ancestors(block: Block, names: set[str]) -> list[Node]:
 
 
 def _determined(block: Block, name: str, known: set[str]) -> bool:
-    """Return whether the inputs of the batch alone determine the value (no parameters, no random numbers)."""
+    """Return whether the inputs of the batch and constants alone determine the value (no parameters, no random numbers)."""
     nodes = ancestors(block, {name})
     made = {value.name for node in nodes for value in node.outputs}
     read = {operand for node in nodes for operand in node.operands()} - made

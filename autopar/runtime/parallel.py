@@ -31,6 +31,7 @@ from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.assignments import Assignments
 from .plain.module_tree import MODULE_CONTAINERS, ItemNode, mirror_modules, register_further_tensors, register_state
+from .plain.optimizer_state import refuse_full_states
 from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
@@ -39,7 +40,6 @@ from .state.expert_placement import ExpertPlacement
 from .state.expert_rebalancing import ExpertRebalancing, Loads, rebalance_experts
 from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
-from .state.optimizer_state import refuse_full_states
 from .state.weight_source import WeightSource
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch, arguments_by_name

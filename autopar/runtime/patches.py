@@ -15,10 +15,9 @@ from types import TracebackType
 
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
+from .compat.checkpoints import before_full_states, boxes_in_checkpoints, groups_in_checkpoints
 from .compat.hooks import (
     after_unscaling,
-    before_full_states,
-    boxes_in_checkpoints,
     data_by_values,
     engine_calls,
     fused_updates,
@@ -29,9 +28,9 @@ from .compat.hooks import (
     whole_items,
 )
 from .device.rng import seed_stream
+from .plain.optimizer_state import refuse_plain_states
 from .plain.sharded_state_dict import refuse_parts_of_states
 from .state.loss_scale import agree_on_overflow
-from .state.optimizer_state import refuse_plain_states
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
@@ -80,6 +79,7 @@ def _patches() -> ExitStack:
         write_through_views,  # calls the handlers above
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
+        groups_in_checkpoints,
         refuse_parts_of_states,
         refuse_plain_states,
         allow_empty_optimizers,

@@ -24,6 +24,8 @@ from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
+from .plain.optimizer_groups import ParameterKind
+from .plain.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .plain.plain_model import PlainModel
 from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
@@ -33,7 +35,6 @@ from .state.expert_placement import ExpertPlacement
 from .state.gradient import clip_gradients, stand_in
 from .state.materialize import State
 from .state.offload_optimizer import offload_optimizer
-from .state.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .transfer.connection import Endpoint
@@ -174,13 +175,13 @@ class ShardedModule(TreeNode):
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
         with self._watch("full_optimizer_state"):
-            return full_optimizer_state(self.state, optimizer, self._parameter_order())
+            return full_optimizer_state(self.state, optimizer, self._parameter_kinds())
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
         (all ranks must call)."""
         with self._watch("load_full_optimizer_state"):
-            load_full_optimizer_state(self.state, optimizer, state, self._parameter_order())
+            load_full_optimizer_state(self.state, optimizer, state, self._parameter_kinds())
             self._expert_placement.know([optimizer], placed=True)
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
@@ -303,9 +304,10 @@ class ShardedModule(TreeNode):
         for program in (self.program, *(variant.program for variant in programs)):
             program.mesh.reseed(seed)
 
-    def _parameter_order(self) -> list[str]:
-        names = [name for name, spec in self.state.index.specs.items() if not spec.buffer]
-        return names if self.plain is None else self.plain.parameter_names
+    def _parameter_kinds(self) -> Mapping[str, ParameterKind]:
+        specs = self.state.index.specs.items()
+        kinds = {name: ParameterKind(len(spec.shape), spec.trainable) for name, spec in specs if not spec.buffer}
+        return kinds if self.plain is None else self.plain.parameter_kinds
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""

@@ -85,7 +85,9 @@ def measured_local_cluster(processes: int, folder: Path, say: Callable[[str], ob
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, ClusterError):
         tries, run = 0, None
     began = time.monotonic()
-    say(f"measuring this machine as local:{processes}, about {QUICK_SECONDS:.0f} s, once (`autopar calibrate` measures longer)")
+    often = "once" if run is None else "again, since other processes had disturbed the last measurement"
+    longer = "`autopar calibrate` measures longer"
+    say(f"measuring this machine as local:{processes}, about {QUICK_SECONDS:.0f} s, {often} ({longer})")
     with working("measuring this machine", 1.0):
         calibration = measure_local(processes)
     say(f"measured in {time.monotonic() - began:.0f} s, kept in {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -126,6 +127,48 @@ def differences() -> list[str]:
 
 def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:
     assert ranks.run(differences, world=1) == [[]]
+
+
+class Counting(Stack):
+    def trained(self) -> int:
+        return sum(each.numel() for each in self.parameters() if each.requires_grad)
+
+    def freeze(self) -> int:
+        for each in self.blocks[0].parameters():
+            each.requires_grad_(False)
+        return self.trained()
+
+
+def test_methods_count_what_trains_now(ranks: RankPool) -> None:
+    ranks.run(counts, world=1)
+
+
+def counts() -> None:
+    plain: Any = Counting()
+    parallel = parallel_of(plain, torch.ones(4, 8))
+    for model in (plain, parallel):
+        model.blocks[1].requires_grad_(False)
+    assert parallel.trained() == plain.trained()
+    assert parallel.freeze() == plain.trained() - sum(each.numel() for each in plain.blocks[0].parameters())
+    assert not any(each.requires_grad for each in parallel.blocks[0].parameters())
+
+
+def test_methods_of_libraries_that_count(ranks: RankPool) -> None:
+    ranks.run(library_counts, world=2)
+
+
+def library_counts() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=8, vocab_size=16, use_cache=False)
+    plain, ids = transformers.GPT2LMHeadModel(config), torch.ones(4, 8, dtype=torch.long)
+    parallel: Any = autopar.parallelize(plain, "local:2", {"input_ids": ids, "labels": ids}, force="pp=2,dp=1", cache=False)
+    assert parallel.num_parameters() == parallel.num_parameters(True) == plain.num_parameters()
+    assert parallel.get_memory_footprint() == plain.get_memory_footprint()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel.requires_grad_(False)
+        parallel.num_parameters(only_trainable=True)
+    assert any("which a stage of a pipeline knows of its own" in str(each.message) for each in caught)
 
 
 def test_a_parameter_of_another_stage_is_frozen_by_its_flag() -> None:

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from ..device.mesh import MeshHandle
 from ..errors import StateError
+from ..plain.optimizer_groups import names_by_group
 from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
-from ..state.optimizer_state import names_by_group
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..compat.dtensor import gathered, local_of, placed_like, replicated
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
-from ..state.optimizer_state import joined_groups
+from ..plain.optimizer_groups import joined_groups
 from .held import HeldState, grouped_names
 from .manifest import Manifest
 

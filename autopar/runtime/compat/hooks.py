@@ -10,15 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from .dtensor import (
-    boxes,
     gathered,
     local_of,
     on_whole_tensors,
@@ -288,20 +285,6 @@ def on_manual_seed(note: Callable[[int], None]) -> Iterator[None]:
         yield
 
 
-def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractContextManager[None]:
-    """Call `check` with the parameters before torch.distributed.checkpoint makes a full state dict (of a model or of its
-    optimizer). Seen on 2.13.0: both go through this function."""
-    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    usual = outer._maybe_full_or_cpu_state_dict
-
-    def make(state: Any, info: Any) -> Any:
-        if info.full_state_dict:
-            check([each for each in info.fqn_param_mapping if isinstance(each, torch.Tensor)])
-        return usual(state, info)
-
-    return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
-
-
 def after_unscaling(
     agree: Callable[[torch.optim.Optimizer, dict[torch.device, torch.Tensor], torch.Tensor], None],
 ) -> AbstractContextManager[None]:
@@ -316,42 +299,3 @@ def after_unscaling(
         return flags
 
     return replaced(torch.amp.GradScaler, "_unscale_grads_", unscale)
-
-
-def boxes_in_checkpoints() -> ExitStack:
-    """Tell torch.distributed.checkpoint that the local shard of a DTensor may be several separate boxes of the full tensor.
-
-    On 2.13.0 DTensor names one box (the first offset, the local size) even for `_StridedShard`, whose elements lie apart: a fused
-    query-key-value matrix sharded by heads would be saved at wrong offsets without an error. Shards of one box are untouched.
-    """
-    usual: Any = DTensor
-    chunk_list = usual.__create_chunk_list__
-    write_items = usual.__create_write_items__
-    shard_of = usual.__get_tensor_shard__
-
-    def create_chunk_list(self: Any) -> list[Any]:
-        parts = boxes(self)
-        return chunk_list(self) if len(parts) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in parts]
-
-    def create_write_items(self: Any, fqn: str, tensor: Any) -> list[Any]:
-        parts = boxes(self)
-        if len(parts) == 1:
-            return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
-        properties = TensorProperties.create_from_tensor(tensor.to_local())
-        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in parts]
-        return [WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks]
-
-    def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
-        parts = boxes(self)
-        if len(parts) == 1:
-            return shard_of(self, index)  # type: ignore[no-any-return]
-        box = next(p for p in parts if p.offsets == torch.Size(index.offset))
-        local = self.to_local()
-        for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
-            local = local.narrow(dim, start, size)
-        return local  # type: ignore[no-any-return]
-
-    hooks = ExitStack()
-    for function in (create_chunk_list, create_write_items, get_tensor_shard):
-        hooks.enter_context(replaced(DTensor, f"__{function.__name__}__", function))
-    return hooks

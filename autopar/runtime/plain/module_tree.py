@@ -230,7 +230,7 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
 
 def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> None:
     """Register parameters and buffers under their names, in the order of the plain model."""
-    order = list(state.parameters) if plain is None else plain.parameter_names
+    order = list(state.parameters if plain is None else plain.parameter_kinds)
     unpaired = plain is not None and not set(order) <= state.index.specs.keys()
     for name, parameter in sorted(state.parameters.items(), key=lambda each: order.index(each[0])):
         parameter.autopar_unpaired = unpaired  # type: ignore[attr-defined]

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import inspect
 import io
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -76,6 +77,10 @@ _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats", "_fil
 """Methods of torch's modules that write into parameters and buffers, and do no more."""
 
 
+_COUNTS = ("num_parameters", "get_memory_footprint")
+"""Methods of libraries that count parameters and buffers, and do no more: as users' own ones."""
+
+
 class _Content(list[tuple[str, Any]]):
     """The plain values in an object, which is not kept. None of code and tensors, which would be."""
 
@@ -116,7 +121,7 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
             return value
     attribute = inspect.getattr_static(type(skeleton), name, None)
     owner = next((each for each in type(skeleton).__mro__ if name in each.__dict__), type(None))
-    if not _library(owner):
+    if not _library(owner) or name in _COUNTS:
         if isinstance(attribute, FunctionType):
             return partial(_called, attribute, skeleton, node)
         if isinstance(attribute, (staticmethod, classmethod)):
@@ -169,13 +174,39 @@ def _called(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: A
     parameters under every plan; what does more than return numbers or text runs on the parallel model."""
     if all(_is_plain(each) for each in (*args, *kwargs.values())):
         output, result, restore = io.StringIO(), None, _restoring(skeleton)
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(output), torch.no_grad():
+        quiet = contextlib.suppress(Exception), contextlib.redirect_stdout(output)
+        with quiet[0], quiet[1], torch.no_grad(), _trained_now(skeleton, node) as now:
             result = method(skeleton, *args, **kwargs)
+            if any(each.requires_grad != before for each, before in now):
+                result = None  # it freezes parameters, and says how many
         if result is not None and _is_plain(result):
             print(output.getvalue(), end="")
             return result
         restore()  # what it has set is set once more by the parallel model
     return method(node, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _trained_now(skeleton: nn.Module, node: nn.Module) -> Iterator[list[tuple[nn.Parameter, bool]]]:
+    """Let the parameters of a model without data train that do on the parallel model, and yield which do. A stage of a pipeline
+    knows its own."""
+    planned = [(each, each.requires_grad) for each in skeleton.parameters()]
+    own = dict(node.named_parameters())
+    for name, parameter in skeleton.named_parameters():
+        if name in own:
+            parameter.requires_grad_(own[name].requires_grad)
+    now = [(each, each.requires_grad) for each, _ in planned]
+    if [train for _, train in now] != [train for _, train in planned] and node.__dict__["assignments"].state.mesh.pp.size > 1:
+        warnings.warn(
+            "which parameters train was changed after autopar.parallelize, which a stage of a pipeline knows of its own: a count "
+            "of those that train has the others as they were",
+            stacklevel=4,
+        )
+    try:
+        yield now
+    finally:
+        for parameter, train in planned:
+            parameter.requires_grad_(train)
 
 
 def _reset(method: FunctionType, node: nn.Module) -> None:

@@ -20,6 +20,7 @@ from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked
 from ..state.weight_source import named_tensors
 from .frozen_reads import FrozenReads
+from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
 
 
@@ -37,7 +38,7 @@ class PlainModel:
         self.names, extra = first_names(model)
         self.extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
-        self.parameter_names = [name for name, _ in model.named_parameters()]
+        self.parameter_kinds = {name: ParameterKind(each.dim(), each.requires_grad) for name, each in model.named_parameters()}
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
 
     def copied(self) -> PlainModel:
@@ -134,7 +135,10 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], may_train: Callable
                 "requires_grad_(True) before autopar.parallelize"
             )
         if hooked(parameter):
-            raise StateError(f"{name} has a gradient hook, which would never run: change .grad after the backward instead")
+            raise StateError(
+                f"{name} has a gradient hook, which would never run: after the backward, change .grad (or call optimizer.step(), "
+                "where the hook does)"
+            )
 
 
 # -- its tensors

@@ -213,13 +213,14 @@ def test_what_is_not_sure_is_measured_again(busy: float, spread: float, tmp_path
     """After ten minutes, then after twenty; of all runs the fastest counts; the plan says that it is not sure."""
     left = [1.0, 2.0, 0.5]
     monkeypatch.setattr(local, "measure_local", fake(busy, spread, left))
-    peaks = []
+    peaks, lines = [], []
     for age, expected in ((0, 2), (60, 2), (700, 1), (700, 1), (1300, 0), (1300, 0)):
         aged(tmp_path, age)
-        cluster = Cluster.parse("local:2", tmp_path)
+        cluster = local.measured_local_cluster(2, tmp_path, lines.append)
         peaks.append(cluster.device.peak_flops_per_second("float32") / 2e11)
         assert len(left) == expected and "measure again with `autopar calibrate`" in cluster.note
     assert peaks == pytest.approx([1, 1, 2, 2, 2, 2])
+    assert [" once " in each for each in lines[::2]] == [True, False, False] and "had disturbed the last" in lines[2]
 
 
 def test_any_measurement_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,109 @@
+"""Hooks of torch.distributed.checkpoint that torch 2.13.0 does not offer, as those of `hooks`: its full states, the groups of an
+optimizer on the stages of a pipeline, and shards of several boxes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .dtensor import boxes
+from .hooks import replaced
+
+
+def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractContextManager[None]:
+    """Call `check` with the parameters before torch.distributed.checkpoint makes a full state dict (of a model or of its
+    optimizer). Seen on 2.13.0: both go through this function."""
+    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    usual = outer._maybe_full_or_cpu_state_dict
+
+    def make(state: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            check([each for each in info.fqn_param_mapping if isinstance(each, torch.Tensor)])
+        return usual(state, info)
+
+    return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
+
+
+def groups_in_checkpoints() -> ExitStack:
+    """Hide the groups of an optimizer that have no elements from torch.distributed.checkpoint: 2.13.0 finds a group by its first
+    parameter, of which a stage of a pipeline may have none (or a stand-in, which has no name)."""
+    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    hooks = ExitStack()
+    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
+        usual = getattr(outer, name)
+
+        def call(model: Any, optimizers: Any, *args: Any, usual: Any = usual) -> Any:
+            with ExitStack() as stack:
+                for optimizer in optimizers:
+                    stack.enter_context(_without_empty_groups(optimizer))
+                out = usual(model, optimizers, *args)
+                return _NoGroups() if out == {} and not any(each.param_groups for each in optimizers) else out
+
+        hooks.enter_context(replaced(outer, name, call))
+    return hooks
+
+
+class _NoGroups(dict[str, Any]):
+    """The flat state of an optimizer of a stage that has none of its parameters: torch refuses an empty one."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    every = optimizer.param_groups
+    empty = {n: group for n, group in enumerate(every) if not any(each.numel() for each in group["params"])}
+    optimizer.param_groups = [group for n, group in enumerate(every) if n not in empty]
+    try:
+        yield
+    finally:
+        for n, group in empty.items():
+            optimizer.param_groups.insert(n, group)
+
+
+def boxes_in_checkpoints() -> ExitStack:
+    """Tell torch.distributed.checkpoint that the local shard of a DTensor may be several separate boxes of the full tensor.
+
+    On 2.13.0 DTensor names one box (the first offset, the local size) even for `_StridedShard`, whose elements lie apart: a fused
+    query-key-value matrix sharded by heads would be saved at wrong offsets without an error. Shards of one box are untouched.
+    """
+    usual: Any = DTensor
+    chunk_list = usual.__create_chunk_list__
+    write_items = usual.__create_write_items__
+    shard_of = usual.__get_tensor_shard__
+
+    def create_chunk_list(self: Any) -> list[Any]:
+        parts = boxes(self)
+        return chunk_list(self) if len(parts) == 1 else [ChunkStorageMetadata(p.offsets, p.sizes) for p in parts]
+
+    def create_write_items(self: Any, fqn: str, tensor: Any) -> list[Any]:
+        parts = boxes(self)
+        if len(parts) == 1:
+            return write_items(self, fqn, tensor)  # type: ignore[no-any-return]
+        properties = TensorProperties.create_from_tensor(tensor.to_local())
+        chunks = [TensorWriteData(ChunkStorageMetadata(p.offsets, p.sizes), properties, tensor.size()) for p in parts]
+        return [WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data) for data in chunks]
+
+    def get_tensor_shard(self: Any, index: Any) -> torch.Tensor:
+        parts = boxes(self)
+        if len(parts) == 1:
+            return shard_of(self, index)  # type: ignore[no-any-return]
+        box = next(p for p in parts if p.offsets == torch.Size(index.offset))
+        local = self.to_local()
+        for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local  # type: ignore[no-any-return]
+
+    hooks = ExitStack()
+    for function in (create_chunk_list, create_write_items, get_tensor_shard):
+        hooks.enter_context(replaced(DTensor, f"__{function.__name__}__", function))
+    return hooks
