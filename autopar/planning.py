@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from autopar.plan_inputs import (
     check_batch,
     check_model,
     cluster_for,
+    plan_folder,
     registry,
     search_options_for,
     warn_of_missing_rules,
@@ -66,7 +68,7 @@ def make_plan(
     name: str = "",
     source: str = "",
     progress: Progress | None = None,
-    cache: Path | None = None,
+    cache: bool | str | os.PathLike[str] | None = None,
     outputs: Sequence[str] = (),
     batch_norm: str = "global",
     expert_load: float | str = 1.0,
@@ -84,16 +86,17 @@ def make_plan(
 ) -> Plan:
     """Plans without running: needs no process group, and the model may be on the meta device. `autopar.plan` is this function.
 
-    Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`,
-    `name` and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a
-    folder of plans that were found before. `expert_load` is what the busiest rank of dealt-out experts is expected to get over
-    the mean, or the path of a JSON list of tokens per expert. `document_lengths` prices attention within documents of packed
-    sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file with one of these (None: every
-    sequence is one document). `memory_margin` is the share of each device's memory that the plan leaves free (None: that of the
-    cluster's file, else `MEMORY_MARGIN`); `beside` are plans, or parallel models, of the same devices, to which it leaves the
-    peaks that they predict. `compile`: price the program as torch.compile makes it (None: on GPUs). A `force` that spells
-    out a whole configuration (`solve.space.force`) is priced as it is. `graph` is the model as it was captured before.
-    `processes`: of the search, forked from this one; more than one only where nothing else runs here (no CUDA, no process group).
+    Arguments are those of `parallelize`. `batch` is the global batch, where it is not that of `example_inputs`; `seq`, `name`
+    and `source` only go into the plan's description; `progress` gets a line per candidate that is solved; `cache` is a folder
+    of plans that were found before (True: that of `parallelize`). `expert_load` is what the busiest rank of dealt-out experts
+    is expected to get over the mean, or the path of a JSON list of tokens per expert. `document_lengths` prices attention
+    within documents of packed sequences: a length of all, a list, a histogram ``{length: count}``, or the path of a JSON file
+    with one of these (None: every sequence is one document). `memory_margin` is the share of each device's memory that the
+    plan leaves free (None: that of the cluster's file, else `MEMORY_MARGIN`); `beside` are plans, or parallel models, of the
+    same devices, to which it leaves the peaks that they predict. `compile`: price the program as torch.compile makes it
+    (None: on GPUs). A `force` that spells out a whole configuration (`solve.space.force`) is priced as it is. `graph` is the
+    model as it was captured before. `processes`: of the search, forked from this one; more than one only where nothing else
+    runs here (no CUDA, no process group).
 
     With `mode="inference"` the model is planned in evaluation and without gradients, with its weights stored in the dtype of
     `precision`. The example inputs are a prompt, after which `new_tokens` are decoded with a key-value cache: the plan has the
@@ -107,7 +110,8 @@ def make_plan(
         document_lengths=document_lengths, compile=compile, processes=processes, mode=mode, new_tokens=new_tokens,
         objective=objective,
     )  # fmt: skip
-    return plan_with(model, cluster, example_inputs, options, progress=progress, cache=cache, graph=graph)
+    kept = Path(cache) if isinstance(cache, (str, os.PathLike)) else plan_folder() if cache else None
+    return plan_with(model, cluster, example_inputs, options, progress=progress, cache=kept, graph=graph)
 
 
 plan = make_plan

@@ -50,6 +50,16 @@ def test_the_same_question_is_answered_from_the_file(tmp_path: Path, searches: C
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_the_cache_is_asked_for_as_by_parallelize(tmp_path: Path, searches: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """True is the folder that `parallelize` has, False and None are none, and a folder may be a text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = autopar.plan(Net(), CLUSTER, batch(), cache=True)
+    assert autopar.plan(Net(), CLUSTER, batch(), cache=str(tmp_path / "autopar" / "plans")) == first
+    assert searches.calls == 1
+    assert autopar.plan(Net(), CLUSTER, batch(), cache=False) == first
+    assert searches.calls == 2
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "model": dict(model=Net(64)),
     "batch": dict(example_inputs=batch(16)),
