@@ -123,6 +123,17 @@ def test_nothing_is_better_than_what_is_proven(data: st.DataObject) -> None:
     fits(found.schedule, rank_of, room, split)
 
 
+@pytest.mark.parametrize("limit", [3.2, 6.2])
+def test_weight_gradients_may_read_more_than_is_saved(limit: float) -> None:
+    """Where much is recomputed; the builders' whole backwards fit, which the parts of theirs would not. CP-SAT ended the process
+    on a model that no order satisfied (OR-tools 9.15)."""
+    chunks = [parts(1.0, 1.4, 0.9), parts(1.3, 1.1, 1.2), parts(0.8, 1.6, 1.0), parts(1.1, 1.2, 0.7)]
+    room = MemoryLimits((1.0, 1.3, 1.0, 1.3), (limit, limit), (2.5, 3.25, 2.5, 3.25))
+    found = synthesize(chunks, (0, 1, 0, 1), 4, memory=room, split_backward=True, effort=1.0)
+    assert found is not None and found.lower_bound_seconds <= found.makespan_seconds <= found.builder_seconds
+    fits(found.schedule, (0, 1, 0, 1), room, True)
+
+
 def fits(schedule: Schedule, rank_of: Sequence[int], room: MemoryLimits, split: bool) -> None:
     """What is held, counted as the cost models do it."""
     check(schedule)

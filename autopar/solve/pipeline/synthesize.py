@@ -73,8 +73,17 @@ def synthesize(
     def makespan_of(schedule: Schedule) -> float:
         return max(rank.end_seconds for rank in ScheduleClock.of(schedule).run(chunks, transfer_seconds, blocking))
 
+    def fits(schedule: Schedule) -> bool:
+        return all(task.fits(actions, rank) for rank, actions in enumerate(schedule.ranks))
+
+    def schedule_within_limits(order: Order) -> Schedule:
+        """Return it with its backwards in two parts, or whole where what these leave for their weights does not fit."""
+        schedule = task.schedule(name, order)
+        return schedule if fits(schedule) else with_merged_backwards(schedule, lambda _: 0.0)
+
     def seconds_of(order: Order) -> float:
-        return makespan_of(task.schedule(name, order))
+        schedule = schedule_within_limits(order)
+        return makespan_of(schedule) if fits(schedule) else inf
 
     known_schedules = [(seconds_of(order), label, order) for label, order in known_orders(task)]
     if not known_schedules:
@@ -90,10 +99,9 @@ def synthesize(
     if not _near(best, bound):
         found_order, proven = _Model(task, order, best, bound).solve(effort, workers)
         bound = min(best, max(bound, proven))
-        if found_order and all(task.fits(actions, rank) for rank, actions in enumerate(task.schedule(name, found_order).ranks)):
-            seconds = seconds_of(found_order)
-            best, order = (seconds, found_order) if seconds < best else (best, order)
-    schedule = with_merged_backwards(task.schedule(name, order), makespan_of)
+        if found_order:
+            best, order = min((best, order), (seconds_of(found_order), found_order), key=lambda each: each[0])
+    schedule = with_merged_backwards(schedule_within_limits(order), makespan_of)
     check(schedule)
     makespan = makespan_of(schedule)
     status = Status.OPTIMAL if _near(makespan, bound) else Status.FEASIBLE
@@ -194,13 +202,16 @@ class _Model:
                 for kind, before in task.before_forward(chunk, micro):
                     key = chunk, kind, before
                     self.model.add(self.start[chunk, FORWARDS, micro] >= self.start[key] + self.long[key])
-        same = not task.split or all(task.deferred[chunk] == task.saved[chunk] for chunk in chunks)
+        # W right after I is a whole backward, which never holds what it defers: so no more than was saved counts until W
+        held = {chunk: min(task.deferred[chunk], task.saved[chunk]) for chunk in chunks}
+        same = not task.split or all(held[chunk] == task.saved[chunk] for chunk in chunks)
         if len(chunks) == 1 and same:
             return  # that says it all
-        unit = _unit([task.saved[chunk] for chunk in chunks] + [task.deferred[chunk] for chunk in chunks], limit)
+        unit = _unit([*(task.saved[chunk] for chunk in chunks), *held.values()], limit)
         intervals, sizes = [], []
         for chunk in chunks:
-            saved, deferred = (ceil(size / unit - 1e-6) for size in (task.saved[chunk], task.deferred[chunk]))
+            # rounded down, so that every order that fits is one of the model's: what it finds is checked
+            saved, deferred = (floor(size / unit + 1e-6) for size in (task.saved[chunk], held[chunk]))
             for micro in range(many):
                 if same:
                     parts = [(FORWARDS, False, task.last_kind, saved)]
