@@ -19,7 +19,6 @@ from support.oracles.interpret_graph import make_state, run_graph
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
 from support.plans.mesh import mesh_of
-
 from torch import Tensor, nn
 
 from autopar.cli.commands.export import initial_weights
