@@ -23,6 +23,7 @@ from autopar.passes.lowered import Lowered
 from autopar.program.source import render
 from autopar.program.templates import README, TRAIN
 from autopar.runtime.checkpoint.folder_sync import sync_folder
+from autopar.runtime.state.weight_source import memory_of
 
 MARKER = ".autopar-export.json"
 """Lists the files of an export: what a later one may replace."""
@@ -43,7 +44,8 @@ def export_program(
     """Writes the folder and returns its path. FileError where the folder has files; those of an earlier export are replaced under
     `overwrite`, files of the user in it are left alone.
 
-    `weights` are full tensors by original name, buffers included; without them the script initialises parameters by name.
+    `weights` are full tensors by original name, buffers included, tied ones under all their names; without them the script
+    initialises parameters by name.
     `batch` is a global batch by input name; without it a random one is written. `compiled`: the script
     compiles blocks on GPUs, unless it is told not to. `certificate` is the text of certificate.json.
     """
@@ -68,7 +70,8 @@ def export_program(
         if certificate:
             (folder / "certificate.json").write_text(certificate, encoding="utf-8")
         if weights is not None:
-            torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, folder / "weights.pt")
+            copies = {memory_of(tensor): tensor.detach().cpu().clone() for tensor in weights.values()}
+            torch.save({name: copies[memory_of(tensor)] for name, tensor in weights.items()}, folder / "weights.pt")
     return Path(directory)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 TRAIN = '''"""Trains the program of this folder: torchrun --nproc-per-node {ranks} train.py [--steps 5] [--lr {learning_rate}]
 
 Needs torch and the files beside it, nothing else. Reads batch.pt (the global batch by input name) and weights.pt (full tensors
-by original name), which may be replaced; without weights.pt parameters are initialised by name.
+by original name, tied ones under all their names), which may be replaced; without weights.pt parameters are initialised by
+name.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
@@ -40,7 +40,7 @@ from .state.expert_placement import ExpertPlacement
 from .state.expert_rebalancing import ExpertRebalancing, Loads, rebalance_experts
 from .state.materialize import State, materialize
 from .state.offload_optimizer import check_planned_offload, offload_as_planned
-from .state.weight_source import WeightSource
+from .state.weight_source import WeightSource, further_names
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch, arguments_by_name
 from .step.out_of_memory import MemoryGuard, WatchedWork
@@ -81,6 +81,7 @@ class Parallel(ShardedModule):
         predicted_step: Predict | None = None,
         expert_prices: Any = None,
         cuda_graph: bool = False,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`results.build_result`); without it a call returns the loss, or a namespace of it and the
@@ -89,6 +90,7 @@ class Parallel(ShardedModule):
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
         other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step` and
         `expert_prices`. `cuda_graph`: training steps of its batch's sizes are captured and replayed (`StepGraph`).
+        `tied`: further names of tied tensors, each with the first, where there is no `plain`; by default those of the `source`.
 
         Blocks of one class share their compiled code: each distinct block is compiled once. A rank that dies, stops or fails
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
@@ -121,8 +123,10 @@ class Parallel(ShardedModule):
             if isinstance(plain.skeleton, MODULE_CONTAINERS):
                 self.__class__ = ParallelContainer
             plain.complete(state.index.specs, source if callable(source) else source.__getitem__)
-            register_further_tensors(self, state, plain)
             program.train(plain.training)
+        else:
+            state.tied.update(further_names(source, state.index.specs) if tied is None else tied)
+        register_further_tensors(self, state, state.tied if plain is None else plain.names)
         compiler = "inductor" if compile is True else compile
         if compiler:
             compile_blocks(program, compiler)
@@ -317,7 +321,7 @@ def _copied(parallel: Parallel) -> Parallel:
         patience_seconds=PATIENCE_SECONDS if heartbeat is None else heartbeat.patience_seconds,
         check_batch_every=parallel.calls.check_batch_every, check_every=parallel.calls.checks.every, plan=parallel.plan,
         expert_prices=parallel.expert_prices, cuda_graph=parallel.calls.first.graph is not None,
-        make_variant=None if parallel.variants is None else parallel.variants.make,
+        make_variant=None if parallel.variants is None else parallel.variants.make, tied=state.tied,
     )  # fmt: skip
     if parallel.variants is not None and out.variants is not None:
         out.variants.programs.update(

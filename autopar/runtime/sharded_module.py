@@ -30,7 +30,7 @@ from .plain.plain_model import PlainModel
 from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
-from .pretrained.load import load_pretrained
+from .pretrained.load import load_pretrained, saved_names
 from .state.expert_placement import ExpertPlacement
 from .state.gradient import clip_gradients, stand_in
 from .state.materialize import State
@@ -160,17 +160,18 @@ class ShardedModule(TreeNode):
             self.plain.load_unused(source)
             empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
             source = self.plain.canonical(source, empty | self.state.buffers)
+        elif isinstance(source, Mapping):
+            given = {name: source[key] for key, name in self.state.tied.items() if key in source and name not in source}
+            source = {**source, **given} if given else source
         with self._watch("load_full_state"):
             self.state.load_full(source, source.keys() if part and isinstance(source, Mapping) else None)
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the original model, which loads it strictly: full tensors on every rank (all ranks must call)."""
-        specs = self.state.index.specs
-        names = [name for name, spec in specs.items() if not spec.buffer]
-        names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
+        names = saved_names(self.state, None)
         with self._watch("full_state"):
-            held = {name: self.state.broadcast_full(name) for name in names}
-        return held if self.plain is None else self.plain.state_dict(held)
+            held = {name: self.state.broadcast_full(name) for name in dict.fromkeys(names.values())}
+        return {key: held[name] for key, name in names.items()} if self.plain is None else self.plain.state_dict(held)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""

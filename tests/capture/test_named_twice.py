@@ -1,12 +1,15 @@
-"""What modules do with their own tensors in a forward: name parameters twice, move them, read constants, leave a layer unread."""
+"""What modules do with their own tensors in a forward: name parameters and buffers twice, move them, read constants, leave a
+layer unread."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.harness.rank_pool import RankPool
 from support.oracles.interpret_graph import check_captured
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 
@@ -107,3 +110,51 @@ def test_a_layer_that_only_moves_its_statistics_has_a_result() -> None:
     graph = capture(Deeper(), (torch.randn(6, 4),))
     assert all(call.outputs for call in graph.calls)
     assert "layers.2.1.running_mean" in graph.parameters()
+
+
+class SharedNorm(nn.Module):
+    """Has one batch norm in two layers, and a buffer under two names, both of which the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.BatchNorm1d(4), "linear": nn.Linear(4, 4)}) for _ in range(5))
+        self.layers[3]["norm"] = self.layers[1]["norm"]
+        self.register_buffer("total", torch.zeros(4))
+        self.layers[0].register_buffer("seen", self.total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0].seen.add_(x.detach().mean(0))
+        for layer in self.layers:
+            x = x + layer["linear"](layer["norm"](x).tanh())
+        x = x + self.total
+        self.total.mul_(0.5)
+        return x.square().mean()
+
+
+def train_shared_norm(force: str) -> None:
+    torch.manual_seed(0)
+    plain = SharedNorm().double()
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    batches = [torch.randn(8, 4).double() for _ in range(6)]
+    parallel = autopar.parallelize(plain, "local:2", (batches[0],), force=force, cache=False)
+    reference = SharedNorm().double()
+    reference.load_state_dict(state)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (parallel, reference)]
+    for number, batch in enumerate(batches):
+        losses = []
+        for model, optimizer in zip((parallel, reference), optimizers, strict=True):
+            losses.append(model.train(number % 3 < 2)(batch))
+            if model.training:
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-12)
+    expected = reference.state_dict()
+    torch.testing.assert_close(dict(parallel.full_state()), dict(expected), rtol=1e-9, atol=1e-12)
+    assert set(parallel.state_dict()) == set(expected)
+
+
+@pytest.mark.parametrize("force", ["dp=2,zero=3", "tp=2"])
+def test_a_norm_of_two_layers_is_that_of_one_process(force: str, ranks: RankPool) -> None:
+    """Each of its calls was taken for a write into a view of the other's buffers, and refused without a place."""
+    ranks.run(train_shared_norm, force, world=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
 from support.models.handwritten_blocks import gpt2_graph
@@ -18,11 +19,14 @@ from support.oracles.interpret_graph import make_state, run_graph
 from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
 from support.plans.mesh import mesh_of
+from torch import Tensor, nn
 
+from autopar.cli.commands.export import initial_weights
 from autopar.errors import FileError
 from autopar.ir.graph import Graph
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
+from autopar.planning import make_plan
 from autopar.program.export import MARKER, export_program, global_input_shapes, random_batch
 from autopar.program.source import render
 
@@ -98,6 +102,61 @@ def test_random_batch_fits_the_tables() -> None:
     batch = random_batch(lowered)
     assert set(batch) == {"input_ids", "labels"}
     assert all(int(tensor.min()) >= 0 and 16 < int(tensor.max()) < 32 for tensor in batch.values())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).tanh()).square().mean()  # type: ignore[no-any-return]
+
+
+def tied_model() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Tied().double(), {"ids": torch.arange(16).view(8, 2) % 8}
+
+
+BOTH_NAMES = """
+import copy, torch
+from program import Program
+from runtime.device.mesh import MeshHandle, shut_down
+from runtime.parallel import Parallel
+from runtime.step.inputs import NamedBatch
+source = torch.load("weights.pt", weights_only=True)
+parallel = Parallel(Program(MeshHandle(Program.mesh_axes)), source)
+optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
+parallel(NamedBatch(torch.load("batch.pt", weights_only=True))).backward()
+optimizer.step()
+before = parallel.full_state()
+assert list(before) == ["embed.weight", "head.weight"] == list(copy.deepcopy(parallel).full_state()), list(before)
+assert set(parallel.state_dict()) == set(before) and torch.equal(*before.values())
+for load in (parallel.load_state_dict, parallel.load_full_state):
+    load({name: 2 * value for name, value in before.items()})
+    assert torch.equal(parallel.full_state()["head.weight"], 2 * before["head.weight"])
+parallel.load_full_state({"head.weight": before["head.weight"]})
+torch.save(parallel.full_state(), "after.pt")
+shut_down()
+"""
+
+
+@pytest.mark.parametrize("force", ["dp=2,zero=3", "tp=2,dp=1"])
+def test_tied_weights_have_all_their_names(force: str, tmp_path: Path, ranks: RankPool) -> None:
+    model, batch = tied_model()
+    plan = make_plan(model, "local:2", batch, force=force)
+    facts = structs.replace(plan.document.model, source=f"{__file__}:tied_model")
+    plan = replace(plan, document=replace(plan.document, model=facts))
+    weights = initial_weights(plan, trust=True)
+    assert weights is not None and list(weights) == ["embed.weight", "head.weight"]
+    folder = export_program(lower(plan.graph, plan.candidate), "{}", tmp_path / "out", weights=weights, batch=batch)
+    model.load_state_dict(torch.load(folder / "weights.pt"))
+    (folder / "both.py").write_text(f"import os; os.chdir({str(folder)!r})" + BOTH_NAMES)
+    ended = launch(ranks, folder / "both.py", 2, without="autopar")
+    assert not any(each.status for each in ended), ended
+    model(**batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    torch.testing.assert_close(torch.load(folder / "after.pt"), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 def small_program() -> tuple[Graph, Lowered]:

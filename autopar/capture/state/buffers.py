@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
 
 from autopar.capture.state.python_state import PlainState
 from autopar.capture.state.value_flow import address
@@ -59,6 +61,21 @@ def _value(module: nn.Module, place: str, name: str, buffer: Tensor) -> Tensor:
         )
     # without need no operation outside of the module: a block that writes its buffer knows what it may not recompute
     return (value.detach() if value.requires_grad else value).clone()
+
+
+def merge_buffers(program: ExportedProgram, ties: Mapping[str, str]) -> None:
+    """Let the program have a buffer once that modules have under several names (a norm that layers share): a write into one input
+    would leave the others as they were. `ties` has the first name of each."""
+    graph, signature = program.graph, program.graph_signature
+    inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    merged: dict[str, Node] = {}
+    for spec in [each for each in signature.input_specs if each.kind is InputKind.BUFFER]:
+        node = inputs[spec.arg.name]
+        first = merged.setdefault(ties[str(spec.target)], node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            signature.input_specs.remove(spec)
 
 
 def refuse_shared_buffers(model: nn.Module, program: ExportedProgram) -> None:

@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram, export
 from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
 from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
-from autopar.capture.state.buffers import refuse_gradients, refuse_shared_buffers
+from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
 from autopar.capture.tracing.data.batch_questions import Question, batch_questions
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
@@ -219,6 +219,7 @@ def export_copy(
     }
     shapes = ({name: dims or None for name, dims in free.items()},) if any(free.values()) else None
     program: ExportedProgram = export(clone, (example,), dynamic_shapes=shapes, strict=False)
+    merge_buffers(program, tied_names(clone))
     mark_no_grad(program)
     unroll_loops(program)
     join_layers(program)

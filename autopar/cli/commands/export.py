@@ -19,20 +19,23 @@ MAX_PARAMETERS = 2_000_000_000
 
 
 def initial_weights(plan: Plan, trust: bool = False) -> dict[str, torch.Tensor] | None:
-    """The model's initial weights with seed 0, by original name. None where the plan does not say how to build the model (it was
-    made by `autopar.plan`), the model is too large, or it is code that nobody told to `trust` (train.py initialises by name)."""
+    """The model's initial weights with seed 0, by original name, tied ones under all their names. None where the plan does not
+    say how to build the model (it was made by `autopar.plan`), the model is too large, or it is code that nobody told to `trust`
+    (train.py initialises by name)."""
     source = plan.document.model.source
     if not source or plan.document.model.params > MAX_PARAMETERS or (is_code(source) and not trust):
         return None
     import torch
 
     from autopar.capture.models import load_model
+    from autopar.capture.tracing.trace import tied_names
+    from autopar.runtime.state.weight_source import named_tensors
 
     torch.manual_seed(0)
     batch = plan.document.batch
     model = load_model(source, batch.global_, batch.seq, plan.candidate.precision.master, device="cpu").model
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: named[name] for name in plan.graph.parameters() if name in named}
+    read, named = plan.graph.parameters(), named_tensors(model)
+    return {name: named[name] for name, first in tied_names(model).items() if first in read}
 
 
 def is_code(source: str) -> bool:

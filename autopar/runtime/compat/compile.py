@@ -37,6 +37,11 @@ def reason_of(error: Exception) -> str:
     return said[1] if said else str(error).strip().partition("\n")[0]
 
 
+def is_traced() -> bool:
+    """Return whether torch.compile traces what runs. Seen on 2.13.0."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def marked_for_recomputation() -> AbstractContextManager[None]:
     """Mark the operations that torch.compile traces inside. Seen on 2.13.0: ``meta["custom"]`` of their nodes."""
     return torch.fx.traceback.annotate({_RECOMPUTED: True})

@@ -80,7 +80,7 @@ class Assignments:
         )
 
     def _first_name(self, where: str) -> str:
-        return where if self.plain is None else self.plain.names.get(where, where)
+        return (self.state.tied if self.plain is None else self.plain.names).get(where, where)
 
     def _fill(self, where: str, value: Any) -> None:
         """The values of a buffer. On other stages of a pipeline it is nowhere, or nobody reads it."""

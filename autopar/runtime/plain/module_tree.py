@@ -245,13 +245,14 @@ def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> N
         node.register_buffer(leaf, buffer, persistent=saved)
 
 
-def register_further_tensors(root: nn.Module, state: State, plain: PlainModel) -> None:
-    """Add tied parameters under their further names, and those of other stages, without values."""
+def register_further_tensors(root: nn.Module, state: State, names: Mapping[str, str]) -> None:
+    """Add tied parameters under their further names, and those of other stages, without values. `names` has the first name of
+    each."""
     held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     index = state.index
     away = {n: on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
     every = held | away
-    tied = {key: every[name] for key, name in plain.names.items() if key != name and name in every}
+    tied = {key: every[name] for key, name in names.items() if key != name and name in every}
     for name, tensor in (away | tied).items():
         node, leaf = node_of(root, name)
         node.__dict__.setdefault("further_tensors", {})[leaf] = tensor

@@ -62,11 +62,13 @@ def _fill(state: State, others: Mapping[str, torch.Tensor], weights: PretrainedW
 
 
 def saved_names(state: State, plain: PlainModel | None) -> dict[str, str]:
-    """Return each key of the model's state dict with the first name of that tensor. An exported program knows first names
-    only."""
+    """Return each key of the model's state dict with the first name of that tensor: parameters, then buffers."""
     if plain is not None:
         return plain.names
-    return {name: name for name, spec in state.index.specs.items() if not spec.buffer or spec.persistent}
+    specs = state.index.specs
+    names = [name for name, spec in specs.items() if not spec.buffer]
+    names += [name for name, spec in specs.items() if spec.buffer and spec.persistent]
+    return {**{name: name for name in names}, **{key: name for key, name in state.tied.items() if name in names}}
 
 
 def unfit(weights: PretrainedWeights, names: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..comm.heartbeat import Heartbeat, watched
+from ..compat.compile import is_traced
 from ..compat.dtensor import local_of, over_local, whole, without_overrides
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
@@ -89,6 +90,11 @@ class Gradient(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if is_traced() and not _is_elementwise(result, args):
+            raise RuntimeProblem(
+                f"torch.compile cannot trace {getattr(func, '__name__', func)} of a gradient, which is that of the whole tensor: "
+                "clip and take norms outside of the compiled function, or leave this optimizer's step uncompiled"
+            )
         word = getattr(func, "__name__", "").strip("_")
         me = next((each for each in flat(args) if isinstance(each, Gradient)), None)
         if me is None:
@@ -102,6 +108,10 @@ class Gradient(DTensor):
         if word == "clone" and isinstance(result, DTensor):  # of one element too: what SGD's momentum begins with
             return result
         return _whole(result, me)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Gradient:  # of what torch.compile traces
+        return as_gradient(DTensor.__tensor_unflatten__(inner, spec, size, stride), None, "")
 
     @property
     def data(self) -> torch.Tensor:
@@ -223,6 +233,15 @@ def hooked(parameter: torch.Tensor) -> bool:
     return any(
         not (getattr(hook, "autopar", False) or str(getattr(hook, "__module__", "")).startswith("torch.")) for hook in hooks
     )
+
+
+def _is_elementwise(result: Any, args: Any) -> bool:
+    """Return whether a call makes tensors that are placed as these gradients are, which needs no other rank."""
+    shapes = [each._spec.shape for each in flat(args) if isinstance(each, Gradient)]  # .shape would ask here again
+    made = [each for each in flat((result,)) if isinstance(each, torch.Tensor)]
+    specs = [each._spec for each in made if isinstance(each, DTensor)]
+    placed = all(each.shape in shapes and not any(at.is_partial() for at in each.placements) for each in specs)
+    return placed and len(specs) == len(made)
 
 
 def _whole(result: Any, me: Gradient) -> Any:

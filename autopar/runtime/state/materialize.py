@@ -51,7 +51,8 @@ class State:
     (first, second); the second gets the first's values before each step. `zero_dims`: the dimension that ZeRO shards, of the
     parameters of all stages.
     `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each. `expert_orders`: of parameters whose experts were
-    placed anew the expert in each slot of dimension 0 (`expert_placement`).
+    placed anew the expert in each slot of dimension 0 (`expert_placement`). `tied`: further names of tied tensors, each with the
+    first; of an exported program, where no plain model knows them.
     """
 
     mesh: MeshHandle
@@ -68,6 +69,7 @@ class State:
     stage: StageGradients | None = None
     loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
     expert_orders: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
     def full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None

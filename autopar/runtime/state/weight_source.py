@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -63,6 +63,22 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model by name, under every name that a tied one has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def further_names(source: WeightSource, held: Collection[str]) -> dict[str, str]:
+    """Return the names that a mapping has beyond those in `held` for tensors of the same memory, each with the name in `held`:
+    tied weights, which ``torch.save`` writes once."""
+    if not isinstance(source, Mapping) or source.keys() <= set(held):
+        return {}
+    plain = {name: each for name, each in source.items() if type(each) in (torch.Tensor, nn.Parameter)}
+    first = {memory_of(each): name for name, each in plain.items() if name in held}
+    others = {name: memory_of(each) for name, each in plain.items() if name not in held}
+    return {name: first[memory] for name, memory in others.items() if memory in first}
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have in common that are one tensor (a state dict has others than the model)."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class BroadcastSource:
