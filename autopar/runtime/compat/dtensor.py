@@ -252,6 +252,12 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
+def meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without values, also in a dry run, where those that are made are fake and take no class. Seen on 2.13.0."""
+    with unset_fake_temporarily():
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
 def whole(value: DTensor) -> DTensor:
     """Return `value` with its partial placements reduced."""
     if not any(placement.is_partial() for placement in value.placements):

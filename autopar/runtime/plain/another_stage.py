@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.dtensor import without_overrides
+from ..compat.dtensor import meta_tensor, without_overrides
 from ..errors import StateError
 from ..module import ParameterSpec
 
@@ -85,7 +85,7 @@ def _like(result: Any, me: OnAnotherStage) -> Any:
 
 def on_another_stage(name: str, spec: ParameterSpec, stage: int) -> OnAnotherStage:
     """The parameter or buffer `name` of a stage."""
-    out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta").as_subclass(OnAnotherStage)
+    out = meta_tensor(spec.shape, getattr(torch, spec.dtype)).as_subclass(OnAnotherStage)
     out.requires_grad_(spec.trainable and not spec.buffer)
     out._is_param = not spec.buffer  # what isinstance(..., nn.Parameter) asks for
     out.message = (

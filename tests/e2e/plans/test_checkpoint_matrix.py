@@ -25,7 +25,8 @@ def known(parallel: Any, optimizer: torch.optim.Optimizer) -> Any:
     from autopar.runtime.device.rng import seed_stream
 
     full = parallel.full_optimizer_state(optimizer)
-    by_name = {parallel._parameter_order()[number]: values for number, values in full["state"].items()}
+    order = list(parallel._parameter_kinds())
+    by_name = {order[number]: values for number, values in full["state"].items()}
     options = [{key: value for key, value in group.items() if key != "params"} for group in full["param_groups"]]
     return parallel.full_state(), by_name, options, torch.get_rng_state(), random.getstate(), seed_stream.counts()
 
