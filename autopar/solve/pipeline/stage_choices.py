@@ -61,7 +61,7 @@ class StageChoices:
             full = set[int]()
             # the steps of one call are in this order too, since its choices are convex; of equal ones each chunk takes one in
             # turn, since a chunk that takes longer than others delays all stages
-            for *_, call, other, more in sorted(steps, key=lambda step: (-round(step[0], 18), step[1])):
+            for *_, call, other, more in sorted(steps, key=lambda step: (-step[0], step[1])):
                 if more > left or call in full:
                     full.add(call)
                     continue

@@ -110,8 +110,8 @@ class StageSearch:
 
     def solve_point(self, point: GridPoint, option: ScheduleOption, rival_seconds: float = 0.0) -> MeshSolution | None:
         """Partition and price the point under one schedule, and partition it with a smaller budget where it does not fit. None
-        where no partition fits. Where the step may come below `rival_seconds` by it, calls of one chunk recompute differently, to
-        use all of the memory."""
+        where no partition fits. Where the step may come below `rival_seconds` by it, calls take plans of their own, to use all of
+        the memory, and move between chunks."""
         placed = self.placed(point, option)
         if placed is None:
             return None
