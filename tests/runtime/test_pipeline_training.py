@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from support.harness.end_to_end import reference
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_pipelines
 from support.models.handwritten_pipeline import batch, built_schedule, gpipe_schedule, model, pipeline_differences, pipeline_text
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from autopar.runtime.pipeline.executor import StepState
 
 V_SHAPED = ((0, 3), (1, 2))
 
@@ -53,6 +58,33 @@ def test_state_of_a_stage(zero: int, ranks: RankPool) -> None:
     programs["untold"] = pipeline_text(built_schedule("zb-h1", 2, 4), 4, zero=zero, dp=2)
     programs["recomputed"] = pipeline_text(built_schedule("zb-h1", 2, 2, 1, zero), 2, zero=zero, dp=2, recompute=True)
     check(ranks, {str(name): program for name, program in programs.items()}, 4)
+
+
+def actions_and_waits(text: str, state: dict[str, torch.Tensor]) -> list[str]:
+    """On a rank: the actions of two steps, and where FSDP2 waits for its reductions."""
+    happened: list[str] = []
+    run, wait = StepState.run_action, FSDPParamGroup.finalize_backward
+
+    def run_action(step: StepState, action: Any) -> None:
+        happened.append(action.kind)
+        run(step, action)
+
+    def finalize(group: FSDPParamGroup) -> None:
+        happened.append("wait")
+        wait(group)
+
+    with patch.object(StepState, "run_action", run_action), patch.object(FSDPParamGroup, "finalize_backward", finalize):
+        train_pipelines([(text, state, batch())], steps=2)
+    return happened
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_reductions_run_beside_the_backwards_of_other_chunks(zero: int, ranks: RankPool) -> None:
+    """A step waits for them once, when all of its backwards are done."""
+    text = pipeline_text(built_schedule("1f1b", 2, 2, 2, zero), 2, zero=zero, dp=2)
+    for happened in ranks.run(actions_and_waits, text, expected()[0], world=4):
+        runs = [kind for kind, _ in groupby(happened, lambda kind: kind == "wait")]
+        assert runs == [False, True] * 2, happened
 
 
 def test_four_stages_and_a_tensor_axis(ranks: RankPool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from ..compat.modules import clear_forward_order, finish_backward, reduce_gradients
@@ -25,6 +25,8 @@ class GradientReductions:
         pairs = zip(program.own_chunks, state.chunk_buckets, strict=False)
         self.chunks = {chunk.position: (kind or ChunkReductions)(chunk, buckets) for chunk, buckets in pairs}
         self.tied = _tied(program, state)
+        # one stream of reductions: each chunk frees the buffer of the one before
+        share_comm_ctx([each.chunk for each in self.chunks.values() if isinstance(each.chunk, FSDPModule)])
 
     def begin_step(self) -> None:
         """Prepare a step."""
@@ -39,7 +41,7 @@ class GradientReductions:
         for chunk in self.chunks.values():
             chunk.reduce()
         for chunk in self.chunks.values():
-            chunk.buckets.finish()
+            chunk.finish()
         for buckets in self.state.chunk_buckets[len(self.chunks) :]:
             buckets.finish()
         self.state.buckets.finish()
@@ -64,6 +66,8 @@ class ChunkReductions:
         self.mixed_precision = chunk.precision[0] != (chunk.reduce_dtype or chunk.precision[1])
         """FSDP2 does not reduce accumulated gradients together with those of this backward: they differ in dtype."""
         set_backward_prefetch(self.zero)
+        if isinstance(chunk, FSDPModule):
+            chunk.set_is_last_backward(False)  # its reductions run beside the backwards of other chunks, until `finish`
 
     def begin_step(self) -> None:
         self.reduced = False
@@ -75,14 +79,14 @@ class ChunkReductions:
         self.buckets.accumulating = not last
         self.whole_beside_split = kind == "B" and self.mixed_precision and bool(self.chunk.weight_grads.pending)
         reduce_from = 4 if kind == "I" or self.whole_beside_split else 0 if last else 2
-        configure_backward(self.chunk, self.zero, reduce_from, last)
+        configure_backward(self.zero, reduce_from, last)
         self.reduced = last
 
     def backward_weights(self, micro_batch: int, last: bool) -> None:
         """Run the second half of a split backward: the weight gradients."""
         # A parameter that several products use gets a gradient from each: the sums start in `reduce`.
         self.buckets.accumulating = True
-        configure_backward(self.chunk, self.zero, 0 if last else 2, last)
+        configure_backward(self.zero, 0 if last else 2, last)
         self.chunk.weight_grads.compute(micro_batch, self._block_done)
         self._reduce_all()
         self.reduced = last
@@ -90,7 +94,7 @@ class ChunkReductions:
     def after_backward(self) -> None:
         """Reduce the gradients of a whole backward that ran while weight gradients of split backwards were pending."""
         if self.whole_beside_split:
-            configure_backward(self.chunk, self.zero, 2, False)
+            configure_backward(self.zero, 2, False)
             self._reduce_all()
 
     def _reduce_all(self) -> None:
@@ -118,10 +122,18 @@ class ChunkReductions:
         """Start the reductions over the data axis that are left."""
         self.had_step = True
         if not self.reduced and isinstance(self.chunk, FSDPModule):
-            configure_backward(self.chunk, self.zero, 0, True)
+            configure_backward(self.zero, 0, True)
             self._reduce_all()
         self.reduced = True
         self.buckets.start_all()
+
+    def finish(self) -> None:
+        """Wait for the reductions."""
+        if isinstance(self.chunk, FSDPModule):
+            self.chunk.set_is_last_backward(True)
+            finish_backward(self.chunk)
+            self.chunk.set_is_last_backward(False)
+        self.buckets.finish()
 
 
 def _tied(program: PipelineProgram, state: State) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

@@ -80,14 +80,12 @@ def zero_stages(root: RootModule) -> dict[Any, int]:
     return {module: module.zero if isinstance(module, BlockModule) else shared for module in sharded_modules(root)}
 
 
-def configure_backward(root: RootModule, zero: Mapping[Any, int], reduce_from: int, last: bool) -> None:
+def configure_backward(zero: Mapping[Any, int], reduce_from: int, last: bool) -> None:
     """Tell FSDP2 what to do in a backward: reduce from a ZeRO stage on, free gathered weights of ZeRO-3, and after the `last` one
     of a step all others."""
     for module, stage in zero.items():
         module.set_requires_gradient_sync(stage >= reduce_from, recurse=False)
         module.set_reshard_after_backward(last or stage == 3, recurse=False)
-    if isinstance(root, FSDPModule):
-        root.set_is_last_backward(last)
 
 
 def prepare_backward(program: Program, last: bool) -> None:
@@ -97,11 +95,12 @@ def prepare_backward(program: Program, last: bool) -> None:
     first block of all, which the next forward needs first.
     """
     zero = zero_stages(program)
-    configure_backward(program, zero, 0 if last else 2, last)
+    configure_backward(zero, 0 if last else 2, last)
     first: Any = next((module for module in zero if isinstance(module, BlockModule)), None)
     if first is not None:
         first.set_reshard_after_backward(last, recurse=False)
     if isinstance(program, FSDPModule):
+        program.set_is_last_backward(last)
         clear_forward_order(program)
 
 
