@@ -20,7 +20,7 @@ from autopar.ir.placement import Shard, parse_placement
 from autopar.operations.control_flow import OPAQUE
 from autopar.operations.table import operation
 from autopar.passes.lowered import Lowered
-from autopar.program.source import render
+from autopar.program.build import render
 from autopar.program.templates import README, TRAIN
 from autopar.runtime.checkpoint.folder_sync import sync_folder
 from autopar.runtime.state.weight_source import memory_of

@@ -16,7 +16,7 @@ from support.plans.drawn_candidates import drawn_candidate
 from support.plans.mesh import mesh_of
 
 from autopar.passes.lower import lower
-from autopar.program.source import render
+from autopar.program.build import render
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,9 +16,8 @@ from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value
 from autopar.ir.mesh import Axis, Mesh
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered, LoweredBlock
-from autopar.program.build import build_program
+from autopar.program.build import build_program, render
 from autopar.program.load import load_program
-from autopar.program.source import render
 
 
 @cache

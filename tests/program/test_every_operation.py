@@ -19,7 +19,7 @@ from autopar.capture import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.operations.table import operations
 from autopar.passes.lower import lower
-from autopar.program.source import render
+from autopar.program.build import render
 from autopar.runtime.step.inputs import NamedBatch
 
 WITHOUT_TENSORS: dict[str, Callable[[], Tensor]] = {

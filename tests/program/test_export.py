@@ -27,8 +27,8 @@ from autopar.ir.graph import Graph
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
 from autopar.planning import make_plan
+from autopar.program.build import render
 from autopar.program.export import MARKER, export_program, global_input_shapes, random_batch
-from autopar.program.source import render
 
 BLOCKED = "import sys\nclass No:\n    def find_spec(self, name, path=None, target=None):\n"
 BLOCKED += "        if name.split('.')[0] == 'autopar': raise ImportError('autopar is blocked')\nsys.meta_path.insert(0, No())\n"

@@ -15,8 +15,8 @@ from support.plans.mesh import mesh_of
 
 from autopar.ir.graph import Graph
 from autopar.passes.lower import lower
+from autopar.program.build import render
 from autopar.program.load import load_program
-from autopar.program.source import render
 from autopar.runtime.device.axis import AxisHandle
 
 

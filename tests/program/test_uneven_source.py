@@ -16,7 +16,7 @@ from autopar.ir.placement import parse_placements
 from autopar.ir.plan import Candidate
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
-from autopar.program.source import render
+from autopar.program.build import render
 from autopar.rules.uneven_shards import require_whole_examples
 
 

@@ -18,9 +18,10 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -55,15 +56,16 @@ class _CachedExport(NamedTuple):
 @contextmanager
 def capture_cache() -> Iterator[None]:
     """Within, a plan and a program of another call take the export of an equal model of before."""
-    with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
+    found = partial(_export, exports.Export)
+    with patch("autopar.capture.export.Export", found), patch("autopar.variants.exports.Export", found):
         yield
 
 
-def _export(*given: Any) -> Export:
+def _export(make: Callable[..., Export], *given: Any) -> Export:
     try:
         key, of_any_batch = _key(*given), _key(*given, any_batch=True)
     except Exception:  # whatever the objects of a model raise where they are pickled
-        return exports.Export(*given)
+        return make(*given)
     cached = _EXPORTS.get(key)
     if cached is None:
         file = export_files.file_of(key)
@@ -78,7 +80,7 @@ def _export(*given: Any) -> Export:
         return export.of_call(given) if isinstance(export, export_files.SharedExport) else export
     with warnings.catch_warnings(record=True) as caught, recorded_reads() as record:
         warnings.simplefilter("always")
-        exported = exports.Export(*given)
+        exported = make(*given)
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     if not caught:

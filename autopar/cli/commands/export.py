@@ -48,8 +48,8 @@ def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Writes the folder and says how to start it."""
     from autopar.checker.certificate import certify
     from autopar.passes.lower import lower
+    from autopar.program.build import render
     from autopar.program.export import export_program
-    from autopar.program.source import render
     from autopar.rules.check import check_strategies
     from autopar.rules.registry import default_registry
 

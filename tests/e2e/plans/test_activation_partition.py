@@ -27,8 +27,7 @@ from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.ir.plan_file.document import divide_blocks, join_blocks
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower
-from autopar.program.build import program_text
-from autopar.program.source import render
+from autopar.program.build import program_text, render
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 

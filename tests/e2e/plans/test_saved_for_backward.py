@@ -24,7 +24,7 @@ from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
 from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower
-from autopar.program.source import render
+from autopar.program.build import render
 
 F32 = Precision("float32", "float32")
 CLUSTER = Cluster.parse("local:4")
