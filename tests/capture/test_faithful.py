@@ -299,5 +299,6 @@ class Doubles(nn.Module):
 def test_use_cache_of_other_models_is_their_own(arguments: dict[str, bool]) -> None:
     """It was False whatever the call said."""
     model, x = Doubles(), torch.randn(2, 4)
-    loss, _ = loss_and_gradients(capture(model, (x,), arguments), dict(model.named_parameters()), {"x": x})
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loss, _ = loss_and_gradients(capture(model, (x,), arguments), state, {"x": x})
     assert loss == pytest.approx(model(x, **arguments).item(), rel=1e-5)
