@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PlanMismatch
 from autopar.runtime.step.results import LeftOut
 
 Pair = namedtuple("Pair", "loss logits")
@@ -267,6 +267,21 @@ def heads(force: str) -> None:
 def test_a_head_that_the_loss_does_not_read(force: str, ranks: RankPool) -> None:
     """All fields were left out, with the words to call it under ``torch.no_grad()``."""
     ranks.run(heads, force, world=2)
+
+
+def no_other_program() -> None:
+    """On a rank: the program of training is the only one."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parallel: Any = autopar.parallelize(Critic(), "local:2", {"x": x}, force="dp=2", cache=False)
+    for _ in range(2):
+        with patch("autopar.variants.maker.plan_variant", side_effect=PlanMismatch("it is too large")), torch.no_grad():
+            found = parallel(x=x)
+        with pytest.raises(autopar.AutoparError, match=r"logits, also without gradients: no program .* \(it is too large\)"):
+            found["logits"].sum()
+
+
+def test_the_reason_is_said_where_no_program_returns_all_fields(ranks: RankPool) -> None:
+    ranks.run(no_other_program, world=2)
 
 
 class Policy(nn.Module):
