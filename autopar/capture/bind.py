@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,19 +15,28 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
 from autopar.runtime.call_keys import batch_votes
+from autopar.runtime.key_value_cache import INSTEAD_OF_CACHE, USE_CACHE, is_library_cache
 from autopar.runtime.step.arguments import flatten_arguments
 from autopar.runtime.step.inputs import constant_text, path_word
 
 TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""
 
-_FORCED = {"use_cache": False}
-"""Hugging Face: a cache for generation, which training never reads; it is used where the call gives one (`_CACHE`)."""
-
 _CACHE = "past_key_values"
 
 BatchDim = int | tuple[tuple[str, int], ...] | None
 """The dimension of the inputs that is the batch: all of them, or (argument, dimension); None: as their sizes say."""
+
+
+class NoCache(int):
+    """The False that models of transformers get for `use_cache`: they make a cache for generation unless told otherwise, which
+    training never reads. It knows whether the model asked, which then makes one for True."""
+
+    is_asked = False
+
+    def __bool__(self) -> bool:
+        self.is_asked = True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,11 @@ class BoundInputs:
     leaves: tuple[Any, ...]
     spec: TreeSpec
     interface: Interface
+
+    @property
+    def lacks_cache(self) -> bool:
+        """Return whether the model, which ran, makes a cache where `use_cache` is True."""
+        return any(isinstance(leaf, NoCache) and leaf.is_asked for leaf in self.leaves)
 
     @property
     def batch_dims(self) -> dict[str, int]:
@@ -80,7 +95,14 @@ def bind_inputs(
             raise CaptureError(f"{name}.forward takes {argument} by position only; write a forward that takes it by name")
         else:
             given[argument] = value
-    forced = {key: value for key, value in _FORCED.items() if key in signature.parameters and given.get(_CACHE) is None}
+    for argument, value in given.items():
+        if is_library_cache(value):
+            raise CaptureError(
+                f"{argument} is a {type(value).__name__} of transformers, which no parallel model takes: {INSTEAD_OF_CACHE}"
+            )
+    forced = {}
+    if USE_CACHE in signature.parameters and given.get(_CACHE) is None and _is_pretrained(model):
+        forced = {USE_CACHE: NoCache()}
     given |= forced
     flat, spec = flatten_arguments(given)
     tensors: dict[str, Tensor] = {}
@@ -114,6 +136,12 @@ def bind_inputs(
     ]
     positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind)
 
 
 def _remedy(flat: Iterable[tuple[Any, Any]]) -> str:

@@ -17,7 +17,8 @@ path)``; ``("constant", value)``; ``("tuple", (form, ...))``; ``("list", (form, 
 A dictionary has the forms of its keys before the pairs where these are no texts: ``("dict", (form, ...), ((text, form), ...))``,
 and so has one of a class. ``("defaultdict", form of the factory, form of the dict)``. Beside tensors: ``("member", "module:enum",
 form of the value)``; ``("named", "module:name")`` of a class, function or dtype; ``("device", text)``; ``("size", path, dim)`` of
-an output; ``("object", type)`` of what no plan can hold."""
+an output; ``("object", type)`` of what no plan can hold; ``("cache",)`` of a key-value cache, which the model makes with
+`use_cache`."""
 
 
 @dataclass(frozen=True, slots=True)

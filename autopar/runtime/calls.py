@@ -25,7 +25,7 @@ from .step.inputs import LocalBatch, NamedBatch, bind_arguments, bind_named_batc
 from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import returned_outputs
-from .step.results import build_result, plain_result
+from .step.results import Lacks, build_result, plain_result
 from .step.same_batch import check_same_batch, check_same_gradients, is_checked, record_gradient
 from .step.stale_weights import watch_weights
 from .step.step_checks import StepChecks
@@ -119,7 +119,9 @@ class Calls:
                     watch_weights(output, self.state)
                 if is_checked(self.number, self.check_batch_every):  # the next call compares
                     record_gradient(output, path, self.gradients)
-        return plain_result(program, loss, outputs) if variant.form is None else build_result(variant.form, loss, outputs)
+        if variant.form is None:
+            return plain_result(program, loss, outputs)
+        return build_result(variant.form, loss, outputs, lacks=self.variants.lacks if self.variants is not None else Lacks())
 
     @contextlib.contextmanager
     def _refused_together(self) -> Iterator[None]:

@@ -16,6 +16,19 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .errors import RuntimeProblem
 
+USE_CACHE = "use_cache"
+
+CACHE = "key-value cache"
+"""The word in a result's form for a cache of transformers, which is made while the model runs and is no output."""
+
+INSTEAD_OF_CACHE = "decode with parallel.generate(...), which has a cache of its own, or pass whole sequences (use_cache=False)"
+
+
+def is_library_cache(item: object) -> bool:
+    """Return whether an object is a cache of Hugging Face transformers."""
+    kinds = type(item).__mro__
+    return any(kind.__module__.split(".")[0] == "transformers" and kind.__name__.endswith("Cache") for kind in kinds)
+
 
 class Written:
     """Says of an argument that the call changes it, and that no copy of it will do."""

@@ -22,6 +22,7 @@ from .device.autocast import autocast_of
 from .device.groups import control_group, several_ranks
 from .device.mesh import MeshHandle
 from .errors import AutoparError, RuntimeProblem
+from .key_value_cache import USE_CACHE
 from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
@@ -33,7 +34,7 @@ from .step.compiled_blocks import compile_blocks
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result
 from .step.outputs import EVERYTHING
-from .step.results import leaves_out
+from .step.results import Lacks, Missing, leaves_out
 from .step.step_graph import StepGraph
 
 MOST_VARIANTS = 64
@@ -48,7 +49,7 @@ LOGGER = logging.getLogger("autopar")
 class VariantParts(NamedTuple):
     """The ingredients of a variant: a program, the form of its result, and the batch size that it is fixed to (0: any).
     `whole_batch`: every data rank computes the whole batch; `uneven`: data ranks have uneven shards of it; `context`: so many
-    share an example, and shard its sequence. `reads`: of its capture."""
+    share an example, and shard its sequence. `reads`: of its capture. `lacks`: what it lacks of all fields."""
 
     program: type[Program]
     form: Any
@@ -57,6 +58,7 @@ class VariantParts(NamedTuple):
     uneven: bool = False
     reads: Reads = Reads()
     context: int = 1
+    lacks: Missing = ()
 
 
 @dataclass(eq=False)
@@ -71,6 +73,7 @@ class Variant:
     whole_batch: bool = False
     fixed_batch: int = 0
     graph: StepGraph | None = None
+    lacks: Missing = ()
 
     def __post_init__(self) -> None:
         self.training = self.program.training
@@ -153,7 +156,8 @@ class Variants:
         self.uneven: dict[CallKey, VariantParts] = {}  # a program for each number of examples, of one class
         self.control: dist.ProcessGroup | None = None
         self.outputs: tuple[str, ...] | None = None
-        self.incomplete: set[CallKey] = set()  # calls of which no program returns everything
+        self.incomplete: dict[CallKey, Missing] = {}  # calls of which no program returns everything
+        self.lacks = Lacks()  # of the last call
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
         self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
@@ -202,7 +206,8 @@ class Variants:
         together."""
         modes, training = self._program_modes(call.key.modes)
         call = call._replace(key=call.key._replace(modes=modes))
-        variant = self._complete(call) if EVERYTHING in call.key.outputs else self._find(call)
+        variant, missing = self._complete(call) if EVERYTHING in call.key.outputs else (self._find(call), ())
+        self.lacks = Lacks(missing, self._caches(call))
         self.adopt(variant.program)
         return variant, training
 
@@ -214,23 +219,29 @@ class Variants:
             return self.captured_modes, modes[0]
         return modes, True
 
-    def _complete(self, call: KeyedCall) -> Variant:
+    def _caches(self, call: KeyedCall) -> bool:
+        """Return whether a call asks a model of transformers for a cache."""
+        asked = call.arguments.get(USE_CACHE)
+        return bool(getattr(getattr(self.frozen.model, "config", None), USE_CACHE, True) if asked is None else asked)
+
+    def _complete(self, call: KeyedCall) -> tuple[Variant, Missing]:
         """A program that returns all fields: that of training where it leaves none out, else one that is asked for them. Where
         there is none, what is left out says so when it is used."""
         plain = call._replace(key=call.key._replace(outputs=()))
         usual = self._lookup(plain)
-        if plain.key in self.incomplete or (usual is not None and not leaves_out(usual.form)):
-            return usual or self._find(plain)
+        missing = self.incomplete.get(plain.key, ())
+        if missing or (usual is not None and not leaves_out(usual.form)):
+            return usual or self._find(plain), missing
         try:
             variant = self._find(call)
         except AutoparError as problem:
             LOGGER.info("no program returns every field of a call with %s: %s", call.words(), problem)
-            self.incomplete.add(plain.key)
-            return self._find(plain)
+            self.incomplete[plain.key] = (("", f"no program returns every field of this call ({problem})"),)
+            return self._find(plain), self.incomplete[plain.key]
         if usual is None and not (variant.program.outputs and variant.program.has_loss):  # a call with gradients gets the same
             fixed = next(fixed for fixed in self._batches(call) if self.programs.get((call.key, fixed)) is variant)
             self._keep(plain, max(fixed, 0), self.programs.pop((call.key, fixed)))
-        return variant
+        return variant, variant.lacks
 
     def _batches(self, call: KeyedCall) -> Iterator[int]:
         """Yield the second keys of the programs that may take a call: 0 is any batch, a number that alone, and a negative one any
@@ -283,7 +294,7 @@ class Variants:
                 stacklevel=2,
             )
         return Variant(
-            program, parts.form, self.first.state, step, whole_batch=parts.whole_batch, fixed_batch=parts.fixed_batch
+            program, parts.form, self.first.state, step, parts.whole_batch, fixed_batch=parts.fixed_batch, lacks=parts.lacks
         )
 
     def _make(self, call: KeyedCall) -> VariantParts:

@@ -39,6 +39,7 @@ from autopar.runtime.progress import working
 from autopar.runtime.step.arguments import flatten_arguments, map_arguments
 from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.outputs import EVERYTHING
+from autopar.runtime.step.results import Missing
 from autopar.runtime.variants import LOGGER, VariantParts
 from autopar.variants.exports import Exports
 from autopar.variants.planner import plan_variant
@@ -87,7 +88,7 @@ class VariantMaker:
         """The program of a call of `model`, a copy on the meta device, with its attributes of now. All ranks must call.
         AutoparError where it cannot be captured or planned."""
         with working(f"making a program for a call with {call.words()}"):
-            graph, candidate, reads = on_first_rank(lambda: self._planned(call, model))
+            graph, candidate, reads, lacks = on_first_rank(lambda: self._planned(call, model))
         ranks = candidate.mesh.size_of(DATA_AXIS)
         uneven = candidate.batch % ranks != 0
         if self.proof:
@@ -97,14 +98,14 @@ class VariantMaker:
         shared = context > 1 or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None
         fixed = 0 if graph.batch_is_symbolic else graph.batch
-        return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context)
+        return VariantParts(module.Program, form, fixed, not shared, uneven, reads, context, lacks)
 
-    def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads]:
+    def _planned(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Candidate, Reads, Missing]:
         with recorded_reads() as record, in_modes(model, call.key.modes), unfrozen(model, call.key.unfrozen):
-            graph = self._captured(call, model)
+            graph, lacks = self._captured(call, model)
         found = plan_variant(graph, self.plan, self.cluster, self.registry, placed_values(graph, call))
         LOGGER.info("another program for a call with %s%s", call.words(), self._division(found[1]))
-        return *found, record.reads
+        return *found, record.reads, lacks
 
     def _division(self, candidate: Candidate) -> str:
         """Return the words for how data ranks share a batch that does not divide."""
@@ -116,7 +117,8 @@ class VariantMaker:
         shares = shares_of(candidate.batch, ranks)
         return f", {candidate.batch} examples as {' + '.join(map(str, shares))} over {DATA_AXIS}" if len(set(shares)) > 1 else ""
 
-    def _captured(self, call: KeyedCall, model: nn.Module) -> Graph:
+    def _captured(self, call: KeyedCall, model: nn.Module) -> tuple[Graph, Missing]:
+        """The graph of a call, and what it lacks of all fields where these are asked for."""
         own = call.batch // call.times
 
         interface = self.plan.graph.interface
@@ -141,10 +143,12 @@ class VariantMaker:
         outside = self.plan.candidate.pipeline.stages > 1 and not call.key.gradients
         chosen = CaptureOptions(**options, usual_kind="full" if outside else "")
         graph = self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
-        if EVERYTHING not in call.key.outputs or len(kept := _small_fields(graph)) == len(graph.outputs):
-            return graph
+        lacks = tuple(_lacking(graph, self.plan.graph)) if EVERYTHING in call.key.outputs else ()
+        if not lacks:
+            return graph, ()
+        kept = (output.asked for output in graph.outputs if output.path not in dict(lacks))
         chosen = replace(chosen, outputs=(*self.options["outputs"], *kept))
-        return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed)
+        return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed), lacks
 
     def right_in(self, training: bool) -> bool:
         """Return whether the first program, switched to this mode, is the model, switched to this mode: in evaluation it leaves
@@ -159,10 +163,31 @@ class VariantMaker:
             return self.modes.right_in(training), record.reads
 
 
-def _small_fields(graph: Graph) -> tuple[str, ...]:
-    """The outputs that nobody asked for and that every rank can hold as a whole."""
-    sizes = ((output, graph.value(output.value)) for output in graph.outputs)
-    return tuple(output.asked for output, value in sizes if value is None or value_bytes(value, graph.batch) <= MOST_BYTES)
+def _lacking(graph: Graph, first: Graph) -> Iterator[tuple[str, str]]:
+    """Yield the outputs that a call without gradients leaves out, each with the reason: those that no rank can hold as a whole,
+    or that need weights which the program of the `first` graph has not."""
+    foreign = _computed_with(graph, graph.parameters().keys() - first.parameters().keys())
+    for output in graph.outputs:
+        value = graph.value(output.value)
+        if output.value in foreign:
+            yield output.path, f"it is computed with {foreign[output.value]}, which the first program does not read"
+        elif value is not None and value_bytes(value, graph.batch) > MOST_BYTES:
+            yield output.path, f"it has more than {MOST_BYTES >> 30} GiB"
+
+
+def _computed_with(graph: Graph, parameters: Collection[str]) -> dict[str, str]:
+    """Return the values of a graph that one of these parameters has a part in, each with the parameter."""
+    found: dict[str, str] = {}
+    for call in graph.calls if parameters else ():
+        block = graph.block(call.block)
+        inside = {value.name: found[name] for value, name in zip(block.inputs, call.inputs, strict=True) if name in found}
+        own = zip(block.parameters, call.parameters, strict=True)
+        inside |= {parameter.value.name: path for parameter, path in own if path in parameters}
+        for node in block.nodes:
+            if read := [inside[name] for name in node.operands() if name in inside]:
+                inside |= {value.name: read[0] for value in node.outputs}
+        found |= {name: inside[own] for own, name in zip(block.outputs, call.outputs, strict=True) if own in inside}
+    return found
 
 
 @contextmanager

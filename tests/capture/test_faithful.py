@@ -281,3 +281,24 @@ def test_a_result_without_tensors() -> None:
 
     with pytest.raises(CaptureError, match="NoneType without a tensor"):
         capture(Nothing(4, 4), (torch.randn(6, 4),))
+
+
+class Doubles(nn.Module):
+    """An argument that transformers' models have too, with another meaning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> Tensor:
+        h = self.inner(x)
+        return (h * 2 if use_cache else h).sum()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"use_cache": True}, {"use_cache": False}], ids=str)
+def test_use_cache_of_other_models_is_their_own(arguments: dict[str, bool]) -> None:
+    """It was False whatever the call said."""
+    model, x = Doubles(), torch.randn(2, 4)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loss, _ = loss_and_gradients(capture(model, (x,), arguments), state, {"x": x})
+    assert loss == pytest.approx(model(x, **arguments).item(), rel=1e-5)

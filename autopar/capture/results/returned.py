@@ -20,6 +20,7 @@ from autopar.capture.results.loss_name import calls_it_loss
 from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form, loss_path
+from autopar.runtime.key_value_cache import CACHE, is_library_cache
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.step.structures import is_object, parts_of
 
@@ -123,17 +124,20 @@ class Returned:
     left_out: tuple[str, ...]
 
 
-def take_apart(result: Any, asked: Sequence[str], usual_kind: str = "", module: nn.Module | None = None) -> Returned:
+def take_apart(
+    result: Any, asked: Sequence[str], usual_kind: str = "", module: nn.Module | None = None, *, lacks_cache: bool = False
+) -> Returned:
     """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`); of a model
     without a loss all tensors of the result, where nothing is asked for, and so with `EVERYTHING`. `usual_kind`: how outputs come
-    back where `asked` does not say it. CaptureError where the result lacks one, or holds no tensor."""
+    back where `asked` does not say it. `lacks_cache`: the model would have made a cache with `use_cache`.
+    CaptureError where the result lacks an output, or holds no tensor."""
     wanted = parse_asked(asked)
     said = next((path for path, kind in wanted.items() if kind == LOSS), "")
     wanted.pop(said, None)
     everything = wanted.pop(EVERYTHING, None) is not None
     loss = find_loss(result, module, said)
     usual = usual_kind or ("full" if loss is not None else "gradient")
-    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything)
+    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything, lacks_cache)
     form = taking.whole_form(result)
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
@@ -155,12 +159,14 @@ def within(path: str, prefix: str) -> bool:
 
 @dataclass(slots=True)
 class _Taking:
-    """`everything`: all tensors are asked for, but those inside of objects (a key-value cache). `around`: the objects that an
-    item is a part of; `complete`: all outputs are known, whose sizes may be numbers of the result."""
+    """`everything`: all tensors are asked for. `lacks_cache`: a field for a cache that is None has one with `use_cache`.
+    `around`: the objects that an item is a part of; `complete`: all outputs are known, whose sizes may be numbers of the
+    result."""
 
     loss: Tensor | None
     asked: tuple[str, ...]
     everything: bool = False
+    lacks_cache: bool = False
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -197,14 +203,18 @@ class _Taking:
         if not parts:
             return self._without_parts(item, path)
         concerns = not path or any(self._concerns(path, each) for each in self.asked)
-        if not concerns and not any(leaf is self.loss for leaf in leaves_of(item)):
-            inside = not isinstance(item, (Mapping, tuple, list)) and not dataclasses.is_dataclass(item)
-            if inside or not self.everything:
-                self.left_out.append(path)
-                return ("constant", None) if inside else None
+        if not concerns and is_library_cache(item):
+            return ("object", CACHE)
+        leaves = [] if concerns or self.everything else list(leaves_of(item))
+        if leaves and not any(leaf is self.loss for leaf in leaves):
+            self.left_out.append(path)
+            return None
         self.around.append(id(item))
         forms = tuple((key, self.form(value, f"{path}.{key}" if path else key)) for key, value in parts.items())
         self.around.pop()
+        if self.lacks_cache:
+            lacking = [key for key in _cache_fields(item) if parts[key] is None]
+            forms = tuple((key, ("cache",) if key in lacking else form) for key, form in forms)
         return _compound_form(item, forms)
 
     def _without_parts(self, item: Any, path: str) -> Form:
@@ -230,6 +240,11 @@ class _Taking:
     @staticmethod
     def _concerns(path: str, asked: str) -> bool:
         return within(path, asked) or asked.startswith(f"{path}.")
+
+
+def _cache_fields(item: Any) -> list[str]:
+    """The fields of a result that are caches by their annotation (``past_key_values: Cache | None``)."""
+    return [each.name for each in dataclasses.fields(item) if "Cache" in str(each.type)] if dataclasses.is_dataclass(item) else []
 
 
 def _compound_form(item: Any, forms: tuple[tuple[str, Form], ...]) -> Form:

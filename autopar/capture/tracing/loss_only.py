@@ -102,7 +102,7 @@ class LossOnly(nn.Module):
     def take_apart(self, result: Any) -> Returned:
         """The loss and the outputs of a result."""
         module = self.module if self.results.loss_fn is None else None
-        return take_apart(result, self.results.asked, self.results.usual_kind, module)
+        return take_apart(result, self.results.asked, self.results.usual_kind, module, lacks_cache=self.bound.lacks_cache)
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
         """The number of examples of a batch."""

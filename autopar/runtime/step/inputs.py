@@ -23,6 +23,8 @@ from ..errors import BatchError
 from ..module import Program
 from .arguments import flatten_arguments
 from .outputs import FirstOrder
+from .results import refuse_left_out
+from .structures import attributes_of
 
 REPLAN = "plan again with other example inputs"
 
@@ -213,6 +215,7 @@ def constant_text(value: object) -> str:
     changed is another constant."""
     if isinstance(value, torch.Tensor):
         return "a tensor"  # which is no constant
+    refuse_left_out(value)
     if _is_plain(value):
         return repr(value)
     return f"{type(value).__name__}_{hashlib.blake2b(_held(value, ()).encode(), digest_size=4).hexdigest()}"
@@ -241,8 +244,7 @@ def _held(value: Any, around: tuple[int, ...]) -> str:
     elif isinstance(value, type) or hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     else:
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
-        own = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        own = attributes_of(value)
         parts = [_held(own, inside) if own else _ADDRESS.sub("", repr(value))]
     return f"{type(value).__qualname__}({', '.join(parts)})"
 

@@ -6,27 +6,44 @@ from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import RuntimeProblem
+from ..key_value_cache import CACHE, INSTEAD_OF_CACHE
 from ..module import Program
 from .structures import instance_of, object_at
 
 Form = Any
 """The structure of the result as nested tuples, like `ir.interface.Form`."""
 
+Missing = tuple[tuple[str, str], ...]
+"""Fields that the program of a call without gradients does not return, each with the reason; the empty path is all of them."""
+
+
+class Lacks(NamedTuple):
+    """The fields of the model's own result that a call has not. `cache`: its key-value cache is one of them."""
+
+    fields: Missing = ()
+    cache: bool = False
+
+
+_NOTHING = Lacks()
+
 _CONTAINERS = ("tuple", "list", "dict", "class", "defaultdict")
 
 
-def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], path: str = "") -> Any:
+def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], path: str = "", lacks: Lacks = _NOTHING) -> Any:
     """The result in the given form, with a `LeftOut` for each tensor that the program does not return. A class that this process
     has not loaded becomes a plain namespace."""
     if form is None:
-        return LeftOut(path)
+        reasons = (reason for lacking, reason in lacks.fields if not lacking or f"{lacking}.".startswith(f"{path}."))
+        return LeftOut(path, lacks=next(reasons, ""))
     kind, *rest = form
+    if kind == "cache":
+        return LeftOut(path, CACHE) if lacks.cache else None
     if kind == "loss":
         return loss.reshape([1] * rest[0]) if rest else loss
     if kind == "output":
@@ -34,11 +51,11 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
     if kind not in _CONTAINERS:
         return _beside_tensors(kind, rest, outputs, path, loss)
     if kind == "defaultdict":
-        factory, inside = (build_result(each, loss, outputs, path) for each in rest)
+        factory, inside = (build_result(each, loss, outputs, path, lacks) for each in rest)
         return defaultdict(factory if isinstance(factory, type) else None, inside)  # a plan, which is data, names no function
     parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
     fields: dict[Any, Any] = {
-        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key)) for key, each in parts
+        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key), lacks) for key, each in parts
     }
     if kind in ("tuple", "list"):
         return tuple(fields.values()) if kind == "tuple" else list(fields.values())
@@ -82,22 +99,29 @@ class NotReturned(RuntimeProblem, AttributeError):
 
 class LeftOut:
     """A field of the result that the program does not return: its first use says how to ask for it. `held`: the type of an object
-    that no plan can hold."""
+    that no plan can hold; `lacks`: why a call without gradients does not return it either."""
 
     __hash__ = object.__hash__
 
-    def __init__(self, path: str, held: str = "") -> None:
-        self.__dict__.update(path=path, held=held)
+    def __init__(self, path: str, held: str = "", lacks: str = "") -> None:
+        self.__dict__.update(path=path, held=held, lacks=lacks)
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['path']}: not returned>"
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        path, held = self.__dict__["path"], self.__dict__["held"]
+        path, held, lacks = (self.__dict__[name] for name in ("path", "held", "lacks"))
+        if held == CACHE:
+            raise NotReturned(f"{path} of the model's result is a {held}, which no parallel model returns: {INSTEAD_OF_CACHE}")
         if held:
             raise NotReturned(
                 f"{path} of the model's result is a {held}, which no plan can hold: let the model return tensors, numbers, "
                 "texts, members of an enum, and objects of these"
+            )
+        if lacks:
+            raise NotReturned(
+                f'the parallel model does not return {path}, also without gradients: {lacks}; pass outputs=("{path}",) to '
+                f'autopar.parallelize, or call it under parallel.returning("{path}") where a program can return it'
             )
         raise NotReturned(
             f'the parallel model does not return {path} with gradients on, unless asked to: pass outputs=("{path}",) to '
@@ -118,6 +142,12 @@ class LeftOut:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A function of torch that is given one."""
         return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, LeftOut))._refuse()
+
+
+def refuse_left_out(value: object) -> None:
+    """NotReturned for a field of a result that is passed on."""
+    if isinstance(value, LeftOut):
+        value._refuse()
 
 
 def plain_result(program: Program, loss: torch.Tensor, outputs: Mapping[str, Any]) -> Any:

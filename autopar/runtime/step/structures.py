@@ -26,12 +26,26 @@ def parts_of(item: Any) -> Iterator[tuple[str, Any]]:
         names = [each.name for each in dataclasses.fields(item)] if dataclasses.is_dataclass(item) else []
         yield from ((name, getattr(item, name, None)) for name in names)
         if not isinstance(item, Mapping):  # transformers' ModelOutput is a dataclass and a dictionary in one
-            yield from ((name, value) for name, value in getattr(item, "__dict__", {}).items() if name not in names)
+            yield from ((name, value) for name, value in attributes_of(item).items() if name not in names)
+
+
+def attributes_of(item: Any) -> dict[str, Any]:
+    """The attributes of an object, also those that its classes have ``__slots__`` for."""
+    slots = [name for kind in reversed(type(item).__mro__) for name in _slots(kind) if hasattr(item, name)]
+    return {name: getattr(item, name) for name in slots} | getattr(item, "__dict__", {})
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def is_object(item: Any) -> bool:
     """Return whether an item is made of its attributes: no number, function, class or module."""
-    if isinstance(item, (type, nn.Module)) or not (hasattr(item, "__dict__") or dataclasses.is_dataclass(item)):
+    if isinstance(item, (type, nn.Module)) or not (
+        attributes_of(item) or hasattr(item, "__dict__") or dataclasses.is_dataclass(item)
+    ):
         return False
     try:
         _empty(type(item))

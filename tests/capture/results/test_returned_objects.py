@@ -52,6 +52,23 @@ class Scaled:
         return self.h * self._scale
 
 
+class Slotted:
+    """Attributes in slots of the class and of its base, one of which is not set."""
+
+    __slots__ = ("h", "loss")
+
+    def __init__(self, h: Tensor) -> None:
+        self.h, self.loss = h, h.square().mean()
+
+
+class MoreSlots(Slotted):
+    __slots__ = ("_scale", "unset")
+
+    def __init__(self, h: Tensor) -> None:
+        super().__init__(h)
+        self._scale = 3
+
+
 class PropertyLoss:
     """A loss behind a property, as it is or computed there."""
 
@@ -128,6 +145,56 @@ def test_private_attributes_come_back() -> None:
         found._unused()
     counted = both(lambda x, h: Counted(h))
     assert counted[1].count == 3 and counted[1]._double is counted[0]._double
+
+
+def test_attributes_in_slots_come_back() -> None:
+    """They were no attributes: the result was one without a tensor."""
+    plain, found = both(lambda x, h: MoreSlots(h), "h")
+    assert type(found) is MoreSlots and found.h is plain.h and found.loss.item() == 2.0
+    assert found._scale == 3 and not hasattr(found, "unset")
+
+
+def test_an_object_inside_of_a_result() -> None:
+    """It was None, without a word."""
+
+    def made(x: Tensor, h: Tensor) -> Any:
+        return {"loss": h.square().mean(), "state": Scaled(h, 3.0), "words": (Scaled(None, 2.0), 1)}  # type: ignore[arg-type]
+
+    _, found = both(made)
+    assert found["words"][0]._scale == 2.0 and found["words"][1] == 1
+    with pytest.raises(RuntimeProblem, match=r'does not return state with gradients on.* pass outputs=\("state",\)'):
+        found["state"].value()
+    for asked in ("state", "*"):
+        plain, found = both(made, asked)
+        assert torch.equal(found["state"].value(), plain["state"].value())
+
+
+def test_a_cache_of_transformers_is_left_out() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+
+    def made(x: Tensor, h: Tensor) -> Any:
+        cache = cache_utils.DynamicCache()
+        cache.update(h[:, None, None], h[:, None, None], 0)
+        return {"loss": h.square().mean(), "h": h, "cache": cache}
+
+    for asked in ((), ("*",)):
+        _, found = both(made, *asked)
+        with pytest.raises(RuntimeProblem, match="cache of the model's result is a key-value cache.* with parallel.generate"):
+            found["cache"].get_seq_length()
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_cache_is_left_out_where_the_model_makes_one(is_decoder: bool) -> None:
+    """A decoder asks for `use_cache`; an encoder of the same class has the field and makes none."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=is_decoder
+    )
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    for asked in (None, True, False):
+        graph = capture(transformers.BertModel(config).eval(), (ids,), {"use_cache": asked})
+        assert graph.interface is not None
+        assert (("past_key_values", ("cache",)) in graph.interface.returns[-1]) == is_decoder  # type: ignore[index, operator]
 
 
 def test_a_loss_that_is_a_property() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PlanMismatch
 from autopar.runtime.step.results import LeftOut
 
 Pair = namedtuple("Pair", "loss logits")
@@ -229,6 +229,59 @@ def test_the_class_of_transformers(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "train.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "right" in done.stdout, done.stderr[-3000:]
+
+
+class Critic(nn.Module):
+    """Its loss does not read one of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.policy, self.value = (nn.Linear(6, size, dtype=torch.float64) for size in (6, 6, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.body(x)
+        logits = self.policy(h)
+        return {"loss": logits.square().mean(), "logits": logits, "value": self.value(h), "both": [h, logits + self.value(h)]}
+
+
+def heads(force: str) -> None:
+    """On a rank: without gradients."""
+    plain, x = Critic(), torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for outputs in ((), ("value",)):
+        parallel: Any = autopar.parallelize(Critic(), "local:2", {"x": x}, force=force, outputs=outputs, cache=False)
+        for _ in range(2):
+            with torch.no_grad():
+                found, expected = parallel(x=x), plain(x)
+            torch.testing.assert_close([found["loss"], found["logits"]], [expected["loss"], expected["logits"]])
+            torch.testing.assert_close(found["both"][0], expected["both"][0])
+            if outputs:
+                torch.testing.assert_close(found["value"], expected["value"])
+                continue
+            with pytest.raises(autopar.AutoparError, match=r'value.weight, which the first program .*outputs=\("value",\)'):
+                found["value"].sum()
+            parallel(x=x)["loss"].backward()
+
+
+@pytest.mark.parametrize("force", ["dp=2", "pp=2,micro=2"])
+def test_a_head_that_the_loss_does_not_read(force: str, ranks: RankPool) -> None:
+    """All fields were left out, with the words to call it under ``torch.no_grad()``."""
+    ranks.run(heads, force, world=2)
+
+
+def no_other_program() -> None:
+    """On a rank: the program of training is the only one."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parallel: Any = autopar.parallelize(Critic(), "local:2", {"x": x}, force="dp=2", cache=False)
+    for _ in range(2):
+        with patch("autopar.variants.maker.plan_variant", side_effect=PlanMismatch("it is too large")), torch.no_grad():
+            found = parallel(x=x)
+        with pytest.raises(autopar.AutoparError, match=r"logits, also without gradients: no program .* \(it is too large\)"):
+            found["logits"].sum()
+
+
+def test_the_reason_is_said_where_no_program_returns_all_fields(ranks: RankPool) -> None:
+    ranks.run(no_other_program, world=2)
 
 
 class Policy(nn.Module):

@@ -169,6 +169,40 @@ def test_layers_with_a_cache_are_one_block() -> None:
     assert [output.path for output in graph.outputs][1:3] == ["past_key_values.keys.0", "past_key_values.keys.1"]
 
 
+# -- loops that keep the cache themselves
+
+
+def decodes_by_hand() -> None:
+    """On a rank: what a script reads of a cache, or passes, is refused in a line. The field was None, the next token wrong."""
+    from transformers import DynamicCache, StaticCache
+
+    model = language_model("gpt2").eval()
+    parallel = parallelized(model, "dp=2").eval()
+    ids = torch.randint(3, WORDS, (4, 16), generator=torch.Generator().manual_seed(3))
+    parallel.train()(input_ids=ids, labels=ids).loss.backward()
+    parallel.eval()
+    with torch.no_grad():
+        for given in ({}, {"use_cache": True}):
+            result, expected = parallel(input_ids=ids, **given), model(input_ids=ids, **given)
+            torch.testing.assert_close(result.logits, expected.logits)
+            assert list(result) == list(expected)
+            with pytest.raises(autopar.AutoparError, match="key-value cache.* decode with parallel.generate"):
+                result.past_key_values.get_seq_length()
+            with pytest.raises(autopar.AutoparError, match="key-value cache.* decode with parallel.generate"):
+                parallel(input_ids=ids[:, :1], past_key_values=result.past_key_values, use_cache=True)
+        assert parallel(input_ids=ids, use_cache=False).past_key_values is None
+        parallel.config.use_cache = model.config.use_cache = False
+        assert list(parallel(input_ids=ids)) == list(model(input_ids=ids))
+        for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=32), expected.past_key_values):
+            said = f"past_key_values is a {type(cache).__name__} of transformers.* decode with parallel.generate"
+            with pytest.raises(autopar.AutoparError, match=said):
+                parallel(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_caches_of_scripts_are_refused(ranks: RankPool) -> None:
+    ranks.run(decodes_by_hand, world=2, timeout=300)
+
+
 # -- inputs that are DTensors
 
 
