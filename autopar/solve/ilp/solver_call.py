@@ -61,11 +61,11 @@ def call_solver(
     parameters.highs.int_options.update(_ONE_THREAD)
     if limits.time_limit_seconds is not None:
         parameters.time_limit.FromTimedelta(timedelta(seconds=max(0.05, min(limits.time_limit_seconds, _LONGEST_SECONDS))))
-    if relaxed:
-        # HiGHS' presolve of these flows takes longer than the simplex method without it: 11.4 and 6.6 s in all of T5-11B's
+    if relaxed and solver == "highs":
+        # its presolve of flows takes longer than the simplex method without it: 11.4 and 6.6 s in all of T5-11B's
         parameters.presolve = parameters_pb2.EMPHASIS_OFF
-        if limits.iterations is not None:
-            parameters.iteration_limit = limits.iterations
+    if relaxed and limits.iterations is not None:
+        parameters.iteration_limit = limits.iterations
     if not relaxed:
         parameters.relative_gap_tolerance = relative_gap
         if limits.nodes is not None:

@@ -24,6 +24,7 @@ from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, Sta
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
 from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
 from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.solver_call import SolverName
 from autopar.solve.space.pipeline_grid import ScheduleOption
 
 _MAX_CLOCKED = 4_000
@@ -67,6 +68,8 @@ class _Program:
         self, key: tuple[int, int, str, int], calls: Sequence[BlockCalls], limits: StageLimits, detail: ScheduleDetail
     ) -> None:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
+        # a clock is mostly differences of two ends, which GLOP takes two thirds of HiGHS' time for; of paths it is the reverse
+        self.solver: SolverName = "glop" if detail is ScheduleDetail.CLOCK else "highs"
         stages, _, _, micro_batches = key
         self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[detail])
         self.unit = sum(each.count * each.lines.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
@@ -245,7 +248,7 @@ class _Program:
 
     def solve(self) -> float:
         """Return the seconds; 0 where the solver fails, infinite where nothing fits."""
-        outcome = solve(self.model, relaxed=True)
+        outcome = solve(self.model, relaxed=True, solver=self.solver)
         if outcome.status is Status.INFEASIBLE:
             return INFINITY
         return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
