@@ -164,8 +164,8 @@ class _Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for context in (
-                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), masks_are_not_read(), to_the_same_device(),
-                plain_batch_norms(),
+                quiet_logs(), custom_functions(self.allowed, self.short), flex_as_operations(), masks_are_not_read(),
+                to_the_same_device(), plain_batch_norms(),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
