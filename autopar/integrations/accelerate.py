@@ -115,8 +115,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Parallel)]
         if len(models) > 1:
             raise AutoparError(
-                "one call of prepare takes one model: prepare each that trains with its own optimizer and example_inputs, and leave "
-                "out what does not (a frozen teacher), which may stay plain"
+                "one call of prepare takes one model: prepare each that trains with its own optimizer and example_inputs, and "
+                "leave out what does not (a frozen teacher), which may stay plain"
             )
         if models:
             parallel = self._parallelize(models[0], args)
