@@ -113,12 +113,14 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.inner == "checkpoint":
             return x + self.second(checkpoint(lambda x: torch.tanh(self.first(x * self.scale)), x, use_reentrant=True))
+        if self.inner == "asks":
+            return self.second(x * 2 if x.requires_grad else x * 3)
         return self.second(Rounds.apply(x * 1.0) if self.inner == "rounds" else Scales.apply(x, self.scale))
 
 
 @pytest.mark.parametrize("frozen", [(), ("embed", "layers.0", "layers.1"), ("first", "second")])
-@pytest.mark.parametrize("inner", ["checkpoint", "rounds", "scales"])
-def test_functions_that_ask_for_gradients_in_equal_layers(inner: str, frozen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("inner", ["checkpoint", "rounds", "scales", "asks"])
+def test_what_asks_for_gradients_in_equal_layers(inner: str, frozen: tuple[str, ...]) -> None:
     """The border of the traced layer said that its argument requires no gradient: gradients of all layers before were lost,
     without a word in a function of one's own."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import is_fixed_recurrent
 from autopar.capture.tracing.custom_functions import apply_traced
 from autopar.capture.tracing.outline import CannotOutline
-from autopar.capture.tracing.places import user_line
+from autopar.capture.tracing.places import user_asks, user_line
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 
@@ -69,7 +69,12 @@ def refuse_complex(model: nn.Module) -> None:
 
 
 class Refusals(TorchFunctionMode):
-    """While active, functions of torch that export would fail in, or lose, are one line."""
+    """While active, functions of torch that export would fail in, or lose, are one line. CannotOutline, where layers are
+    `outlined`, for a forward that asks whether a tensor requires a gradient: what comes out of a border does not say."""
+
+    def __init__(self, outlined: bool) -> None:
+        super().__init__()
+        self.outlined = outlined
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -79,7 +84,11 @@ class Refusals(TorchFunctionMode):
             raise CaptureError(f"{user_line()}: {remedy}")
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # export ends the process where .data of a parameter is written
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        asks = self.outlined and func == torch.Tensor.requires_grad.__get__ and user_asks()  # type: ignore[attr-defined]
+        if asks and not result and torch.is_grad_enabled() and args[0].is_floating_point() and type(args[0]) is not nn.Parameter:
+            raise CannotOutline(f"{user_line()}: not known whether a tensor requires a gradient")
+        return result
 
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:

@@ -29,6 +29,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def user_asks() -> bool:
+    """Return whether the user's code has called what runs, rather than torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and "/autopar/capture/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
 def user_line() -> str:
     """``file.py:line`` of the innermost frame that is the user's."""
     frame = user_frame(sys._getframe(1))
