@@ -59,7 +59,7 @@ from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.comm.symmetric_memory import async_tp_groups
-from autopar.runtime.compat.modules import is_compiled
+from autopar.runtime.compat.modules import forward_of, is_compiled
 from autopar.runtime.device.groups import several_ranks
 from autopar.runtime.device.mesh import MeshHandle, launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
@@ -364,5 +364,5 @@ def _named(model: nn.Module, args: tuple[Any, ...], batch: dict[str, Any]) -> Ex
     """A call's arguments as example inputs."""
     if not (args and batch):
         return args or batch
-    names = [name for name, each in signature(model.forward).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [name for name, each in signature(forward_of(model)).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     return dict(zip(names, args, strict=False)) | batch

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autopar.errors import CaptureError
 from autopar.ir.interface import Argument, Interface
 from autopar.runtime.call_keys import batch_votes
+from autopar.runtime.compat.modules import forward_of
 from autopar.runtime.key_value_cache import INSTEAD_OF_CACHE, USE_CACHE, is_library_cache
 from autopar.runtime.step.arguments import flatten_arguments
 from autopar.runtime.step.inputs import constant_text, path_word
@@ -79,7 +80,7 @@ def bind_inputs(
     arguments without a name. `with_target`: the call takes a further argument `TARGET`, for the loss function. `batch_dim`: see
     `batch_dims_of`."""
     name = type(model).__name__
-    signature = inspect.signature(model.forward)
+    signature = inspect.signature(forward_of(model))
     if with_target:
         signature = _with_target(signature)
     try:

@@ -9,12 +9,15 @@ All processes are one device to it: the loader's batch is the global batch, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import accelerate
 import torch
 from accelerate.state import PartialState
+from accelerate.utils import ProfileKwargs
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -25,10 +28,14 @@ from autopar.errors import AutoparError
 from autopar.integrations.one_device import (
     MovedOptimizer,
     first_batch,
+    first_on_ranks,
     inner_optimizer,
     loss_scaler,
+    on_ranks,
     present_as_one_device,
+    read_on_every_rank,
     refuse,
+    wait_for_all,
 )
 from autopar.runtime.parallel import Parallel
 
@@ -61,14 +68,56 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         PartialState(cpu=cpu)
         present_as_one_device()
         super().__init__(mixed_precision="no", cpu=cpu, **keywords)
+        read_on_every_rank(self)
         if half == "fp16":
             self.scaler = loss_scaler(self)
+
+    # -- one device
+
+    @property
+    def process_index(self) -> int:
+        """0 of `num_processes` 1 on every rank, since all read the same data. `is_main_process` is true on rank 0."""
+        return 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """The main process, which is the only one."""
+        return bool(self.is_main_process)
+
+    on_main_process = on_last_process = on_process = on_ranks("is_main_process")
+    on_local_main_process = on_local_process = on_ranks("is_local_main_process")
+    main_process_first = first_on_ranks("is_main_process")
+    local_main_process_first = first_on_ranks("is_local_main_process")
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""
+        wait_for_all()
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """Start trackers on rank 0."""
+        if self.is_main_process:
+            super().init_trackers(*args, **kwargs)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Profile as accelerate does; rank 0 writes its trace."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        if self.is_main_process or handler.output_trace_dir is None:
+            with super().profile(handler) as profiler:
+                yield profiler
+            return
+        with super().profile(replace(handler, output_trace_dir=None)) as profiler:
+            yield profiler
+        self.wait_for_everyone()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does; an optimizer that was made from the plain model gets the parameters of the parallel one."""
         models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Parallel)]
         if len(models) > 1:
-            raise AutoparError("one call of prepare takes one model: prepare each with its own optimizer and example_inputs")
+            raise AutoparError(
+                "one call of prepare takes one model: prepare each that trains with its own optimizer and example_inputs, and "
+                "leave out what does not (a frozen teacher), which may stay plain"
+            )
         if models:
             parallel = self._parallelize(models[0], args)
             args = tuple(parallel if each is models[0] else each for each in args)

@@ -3,8 +3,9 @@ batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,38 @@ def present_as_one_device() -> None:
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         if state:
             state.update(num_processes=1, distributed_type=DistributedType.NO)
+
+
+def read_on_every_rank(accelerator: Any) -> None:
+    """Let every rank read its loaders, those of an IterableDataset too: accelerate's dispatcher would read on rank 0 alone, and
+    sends nothing to the others where it counts one process."""
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+def on_ranks(condition: str) -> Callable[..., Any]:
+    """A method that decorates functions which run where the property `condition` is true. Accelerate's own run them everywhere
+    where it counts one process."""
+
+    def decorator(self: Any, function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+        if function is None:
+            return partial(decorator, self)
+        return function if getattr(self, condition) else lambda *args, **kwargs: None
+
+    return decorator
+
+
+def first_on_ranks(condition: str) -> Callable[[Any], AbstractContextManager[None]]:
+    """A method whose context the ranks where the property `condition` is true leave before others enter it."""
+
+    @contextmanager
+    def goes_first(self: Any) -> Iterator[None]:
+        if not getattr(self, condition):
+            wait_for_all()
+        yield
+        if getattr(self, condition):
+            wait_for_all()
+
+    return goes_first
 
 
 @contextmanager

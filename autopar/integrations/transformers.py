@@ -34,6 +34,7 @@ from autopar.integrations.one_device import (
     inner_optimizer,
     loss_scaler,
     present_as_one_device,
+    read_on_every_rank,
     refuse,
     wait_for_all,
 )
@@ -119,6 +120,7 @@ class Trainer(transformers.Trainer):
         present_as_one_device()
         self.args._n_gpu = min(self.args._n_gpu, 1)
         super().create_accelerator_and_postprocess()
+        read_on_every_rank(self.accelerator)
         if self.args.fp16:
             self.accelerator.scaler = loss_scaler(self.accelerator)
 

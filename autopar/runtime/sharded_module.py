@@ -77,8 +77,13 @@ class ShardedModule(TreeNode):
         """Allow ``.to(...)`` and the like where they change nothing."""
         for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            if (after := fn(probe)).dtype != probe.dtype or after.device.type != probe.device.type:
-                raise StateError("a parallel model keeps its device and dtypes; choose them when planning (device, dtype=)")
+            if (after := fn(probe)).dtype != probe.dtype:
+                raise StateError(
+                    "a parallel model keeps its dtypes: convert the plain model before autopar.parallelize, or pass "
+                    'precision="bf16" there, which computes in 16 bits over the weights'
+                )
+            if after.device.type != probe.device.type:
+                raise StateError("a parallel model stays on the devices of its cluster: leave .to(device), .cpu() or .cuda() out")
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

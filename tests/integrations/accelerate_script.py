@@ -1,7 +1,7 @@
 """The usual loop of accelerate. Started alone it uses the library's own accelerator; under torchrun with degrees the lines that
 differ are autopar's. Prints what it found on rank 0.
 
-    accelerate_script.py [--force DEGREES [--fp16]]
+    accelerate_script.py [--force DEGREES [--fp16] [--ranks FOLDER]]
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch
+from accelerate.utils import ProfileKwargs
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class Net(nn.Module):
@@ -50,6 +53,31 @@ def train(accelerator: Any) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {name: float(each.abs().sum()) for name, each in state.items()}}
 
 
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return iter({"x": torch.full((16,), float(row)), "target": torch.tensor(row)} for row in range(8))
+
+
+def rank_report(accelerator: Any, folder: Path) -> dict[str, Any]:
+    """What this rank reads by the accelerator's numbers and from a stream, which functions run here, whether it sees what the
+    main process has written, and whose trace is."""
+    ran: list[str] = []
+    for name in ("on_main_process", "on_last_process", "on_local_main_process"):
+        getattr(accelerator, name)(ran.append)(name)
+    accelerator.on_process(process_index=0)(ran.append)("on_process")
+    sampler = DistributedSampler(range(8), accelerator.num_processes, accelerator.process_index, shuffle=False)  # type: ignore[arg-type]
+    _, loader = accelerator.prepare(Net(), DataLoader(Stream(), 4))
+    with accelerator.profile(ProfileKwargs(output_trace_dir=str(folder))):
+        accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        sleep(0.5)
+        torch.save({}, folder / "saved.pt")
+    accelerator.wait_for_everyone()
+    read = [batch["target"].tolist() for batch in loader]
+    files = sorted(each.name for each in folder.iterdir())
+    return {"rows": list(sampler), "read": read, "ran": ran, "files": files, "last": accelerator.is_last_process}
+
+
 def refused() -> str:
     """What the library's own accelerator says of a parallel model."""
     import accelerate
@@ -71,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--force", default="")
     parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--ranks", default="", help="a folder: report what each rank reads and runs, instead of training")
     said = parser.parse_args()
     keywords: dict[str, Any] = dict(cpu=True, gradient_accumulation_steps=2)
     if said.force:
@@ -80,6 +109,9 @@ def main() -> None:
         accelerator = Accelerator(
             **keywords, **half, cluster="local:4", parallelize={"force": said.force}
         )  # ... and these arguments
+        if said.ranks:
+            sys.stdout.write(f"FOUND {json.dumps(rank_report(accelerator, Path(said.ranks)))}\n")
+            return
         found = train(accelerator)
         if said.fp16:
             found["scale"] = accelerator.scaler.get_scale()

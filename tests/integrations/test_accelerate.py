@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.harness.launch import launch
+from support.harness.rank_pool import RankPool
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -19,7 +22,11 @@ def found(words: list[str]) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])  # type: ignore[no-any-return]
+    return report(done.stdout)
+
+
+def report(text: str) -> dict[str, Any]:
+    return json.loads(next(line for line in text.splitlines() if line.startswith("FOUND"))[6:])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,18 @@ def test_fp16_follows_float32(force: str) -> None:
     assert four["weights"] == pytest.approx(one["weights"], rel=1e-3) and four["scale"] == 2.0**16
 
 
+def test_all_ranks_read_alike_and_one_writes(ranks: RankPool, tmp_path: Path) -> None:
+    """A sampler by the accelerator's numbers raised on rank 1, a stream was read on rank 0 alone, functions of the main process
+    ran on every rank, and nobody waited for it."""
+    ended = launch(ranks, SCRIPT, 4, "--force", "dp=4", "--ranks", str(tmp_path))
+    assert all(each.status == 0 for each in ended), ended[-1].stderr[-6000:]
+    main, *others = (report(each.stdout) for each in ended)
+    assert main["ran"] == ["on_main_process", "on_last_process", "on_local_main_process", "on_process"]
+    alike = {"rows": list(range(8)), "read": [[0, 1, 2, 3], [4, 5, 6, 7]], "files": ["profile_0.json", "saved.pt"]}
+    assert main == alike | {"ran": main["ran"], "last": True}
+    assert others == [alike | {"ran": [], "last": False}] * 3
+
+
 def test_fp8_is_refused_with_the_remedy() -> None:
     from autopar.errors import AutoparError
     from autopar.integrations.accelerate import Accelerator
@@ -59,3 +78,12 @@ def test_fp8_is_refused_with_the_remedy() -> None:
     with pytest.raises(AutoparError, match="mixed_precision='fp8'.*take \"bf16\"") as refused:
         Accelerator(cluster="local:4", mixed_precision="fp8", cpu=True)
     assert "\n" not in str(refused.value)
+
+
+def test_two_models_are_refused_with_the_remedy() -> None:
+    from autopar.errors import AutoparError
+    from autopar.integrations.accelerate import Accelerator
+
+    student, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(AutoparError, match=r"leave out what does not \(a frozen teacher\), which may stay plain"):
+        Accelerator(cluster="local:4", cpu=True).prepare(student, teacher)

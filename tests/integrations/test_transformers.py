@@ -41,12 +41,14 @@ def wait_for(runs: dict[str, subprocess.Popen[str]]) -> None:
         assert each.returncode == 0, f"{name}\n{text[-6000:]}"
 
 
-def test_a_trainer_script(tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("data", ["", "--stream"])
+def test_a_trainer_script(tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """Losses, gradient norms, rates, evaluation with logits, prediction (of batches that do not divide), and the saved model.
-    All are forked; python and torchrun themselves start those of the tests below."""
+    All are forked; python and torchrun themselves start those of the tests below. A stream was read on rank 0 alone."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    four = launch(ranks, SCRIPT, 4, str(tmp_path / "four"), "--force", "dp=2,tp=2", timeout=240.0)
-    for ended in (*four, *launch(ranks, SCRIPT, 0, str(tmp_path / "one"), timeout=240.0)):
+    options = [data] if data else []
+    four = launch(ranks, SCRIPT, 4, str(tmp_path / "four"), "--force", "dp=2,tp=2", *options, timeout=240.0)
+    for ended in (*four, *launch(ranks, SCRIPT, 0, str(tmp_path / "one"), *options, timeout=240.0)):
         assert ended.status == 0, ended.stderr[-6000:]
     mine, theirs = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("four", "one"))
     same_report(mine, theirs)

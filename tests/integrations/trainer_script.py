@@ -2,6 +2,7 @@
 that differ are autopar's. Writes what it found into OUT/found.json.
 
     trainer_script.py OUT [--force DEGREES] [--resume DEGREES] [--smoothing 0.1] [--lengths] [--dropout 0.1] [--fp16] [--lora]
+        [--stream]
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 import transformers
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_sum", "step", "train_loss")
@@ -24,6 +26,14 @@ def examples(lengths: bool) -> list[dict[str, torch.Tensor]]:
     sizes = [16 - 2 * (number % 3) if lengths else 16 for number in range(22)]
     tokens = [torch.randint(0, 64, (size,), generator=generator) for size in sizes]
     return [{"input_ids": each, "labels": each.clone()} for each in tokens]
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
 
 
 def padded(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -45,8 +55,9 @@ def make(model: Any, said: argparse.Namespace, folder: str, force: str) -> trans
         label_smoothing_factor=said.smoothing, fp16=said.fp16 and bool(force),
     )  # fmt: skip
     data = examples(said.lengths)
+    train = Stream(data) if said.stream else data
     keywords: dict[str, Any] = dict(
-        model=model, args=args, train_dataset=data, eval_dataset=data[:6], compute_metrics=metrics, data_collator=padded
+        model=model, args=args, train_dataset=train, eval_dataset=data[:6], compute_metrics=metrics, data_collator=padded
     )
     if not force:
         return transformers.Trainer(**keywords)
@@ -90,6 +101,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--lengths", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--stream", action="store_true", help="the training data is an IterableDataset")
     parser.add_argument("--fp16", action="store_true", help="in the parallel run; the library's own needs a GPU for it")
     said = parser.parse_args()
     transformers.logging.set_verbosity_error()

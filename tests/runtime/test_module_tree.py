@@ -153,17 +153,20 @@ def counts() -> None:
     assert not any(each.requires_grad for each in parallel.blocks[0].parameters())
 
 
-def test_methods_of_libraries_that_count(ranks: RankPool) -> None:
-    ranks.run(library_counts, world=2)
+def test_methods_of_libraries(ranks: RankPool) -> None:
+    """Those that count answer; one that the plan has the place of is refused with that."""
+    ranks.run(library_methods, world=2)
 
 
-def library_counts() -> None:
+def library_methods() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=8, vocab_size=16, use_cache=False)
     plain, ids = transformers.GPT2LMHeadModel(config), torch.ones(4, 8, dtype=torch.long)
     parallel: Any = autopar.parallelize(plain, "local:2", {"input_ids": ids, "labels": ids}, force="pp=2,dp=1", cache=False)
     assert parallel.num_parameters() == parallel.num_parameters(True) == plain.num_parameters()
     assert parallel.get_memory_footprint() == plain.get_memory_footprint()
+    with pytest.raises(AttributeError, match="leave it out, the plan decides what is recomputed"):
+        parallel.gradient_checkpointing_enable()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallel.requires_grad_(False)

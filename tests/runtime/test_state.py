@@ -136,6 +136,7 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
         (lambda: parallel(ids=good["ids"]), BatchError),
         (lambda: parallel(**good, mask=good["ids"]), BatchError),
         (lambda: parallel.half(), StateError),
+        (lambda: parallel.to("meta"), StateError),
         (lambda: Parallel(make({"dp": 4}, 0), {}), StateError),
         (lambda: Parallel(make({"dp": 4}, 0), {**state, "embed.weight": torch.zeros(3, 3)}), StateError),
         (lambda: MeshHandle({"dp": 2, "tp": 4}), LaunchProblem),
@@ -155,8 +156,9 @@ def complaints(state: dict[str, torch.Tensor]) -> list[str]:
 def test_bad_input_is_one_clear_line(ranks: RankPool) -> None:
     for lines in ranks.run(complaints, model().state_dict()):
         assert [line for line in lines if "\n" in line or line == "nothing raised"] == []
-        told = ["multiple of 4", "misses labels", "unplanned mask", "device and dtypes"]
-        told += ["has no", "shape (3, 3)", "8 processes", "give batch_size=", "give lengths= too", "a multiple of 4"]
+        told = ["multiple of 4", "misses labels", "unplanned mask", 'precision="bf16"']
+        told += ["the devices of its cluster", "has no", "shape (3, 3)", "8 processes"]
+        told += ["give batch_size=", "give lengths= too", "a multiple of 4"]
         for line, words in zip(lines, told, strict=True):
             assert words in line
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import is_fixed_recurrent
 from autopar.capture.tracing.custom_functions import apply_traced
-from autopar.capture.tracing.places import user_line
+from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.places import user_asks, user_line
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced
 
@@ -68,7 +69,12 @@ def refuse_complex(model: nn.Module) -> None:
 
 
 class Refusals(TorchFunctionMode):
-    """While active, functions of torch that export would fail in, or lose, are one line."""
+    """While active, functions of torch that export would fail in, or lose, are one line. CannotOutline, where layers are
+    `outlined`, for a forward that asks whether a tensor requires a gradient: what comes out of a border does not say."""
+
+    def __init__(self, outlined: bool) -> None:
+        super().__init__()
+        self.outlined = outlined
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,7 +84,11 @@ class Refusals(TorchFunctionMode):
             raise CaptureError(f"{user_line()}: {remedy}")
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # export ends the process where .data of a parameter is written
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        asks = self.outlined and func == torch.Tensor.requires_grad.__get__ and user_asks()  # type: ignore[attr-defined]
+        if asks and not result and torch.is_grad_enabled() and args[0].is_floating_point() and type(args[0]) is not nn.Parameter:
+            raise CannotOutline(f"{user_line()}: not known whether a tensor requires a gradient")
+        return result
 
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:
@@ -93,19 +103,26 @@ def refuse_random(op: str, node: fx.Node, where: str) -> None:
 
 
 @contextmanager
-def custom_functions(allowed: tuple[str, ...]) -> Iterator[None]:
+def custom_functions(allowed: tuple[str, ...], outlined: bool = False) -> Iterator[None]:
     """While active, a user's ``autograd.Function`` is traced with its backward (module `custom_functions`), unless it is
-    `allowed`: then only its forward is. CaptureError where a hook is registered."""
+    `allowed`: then only its forward is. CaptureError where a hook is registered. CannotOutline, where layers are `outlined`, for
+    functions that ask which of their arguments require gradients: what comes out of a border does not say."""
     function_apply = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            function, _, *operands = args  # its forward is without gradients, which its backward makes by a second forward
-            return function(*operands)
+        reentrant = cls is CheckpointFunction
         qualified = f"{cls.__module__}.{cls.__qualname__}"
-        if cls.__module__.startswith("torch.") or qualified in allowed or cls.__qualname__ in allowed:
+        own = cls.__module__.startswith("torch.") or qualified in allowed or cls.__qualname__ in allowed
+        if own and not reentrant:
             return function_apply.__get__(None, cls)(*args, **kwargs)
-        return apply_traced(cls, user_line(), args)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and (arg.is_floating_point() or arg.is_complex())]
+        if outlined and torch.is_grad_enabled() and not all(tensor.requires_grad for tensor in tensors):
+            raise CannotOutline(f"{user_line()}: not known which arguments of {cls.__qualname__} require gradients")
+        if not reentrant:
+            return apply_traced(cls, user_line(), args)
+        function, _, *operands = args  # its backward, if there is one, makes the gradients by a second forward
+        with nullcontext() if any(tensor.requires_grad for tensor in tensors) else torch.no_grad():
+            return function(*operands)
 
     def hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(f"{user_line()}: a tensor hook registered in forward would be lost when captured; remove it")

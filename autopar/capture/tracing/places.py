@@ -29,6 +29,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def user_asks() -> bool:
+    """Return whether the user's code, rather than torch's or ours, calls the function that a mode handles."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of the modes around it
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
 def user_line() -> str:
     """``file.py:line`` of the innermost frame that is the user's."""
     frame = user_frame(sys._getframe(1))

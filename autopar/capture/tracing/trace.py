@@ -164,8 +164,8 @@ class _Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for context in (
-                quiet_logs(), custom_functions(self.allowed), flex_as_operations(), masks_are_not_read(), to_the_same_device(),
-                plain_batch_norms(),
+                quiet_logs(), custom_functions(self.allowed, self.short), flex_as_operations(), masks_are_not_read(),
+                to_the_same_device(), plain_batch_norms(),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
@@ -181,7 +181,8 @@ class _Attempt:
             device = device_of(self.model)
             stack.enter_context(under_autocast(device.type, self.results.autocast))
             with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without
-                for mode in (ListIndices(), Refusals(), self.values, CtcLosses(), MaskLosses(), Comparisons(self.checks)):
+                refusals, comparisons = Refusals(self.short), Comparisons(self.checks)
+                for mode in (ListIndices(), refusals, self.values, CtcLosses(), MaskLosses(), comparisons):
                     modes.enter_context(mode)
                 program = export_copy(
                     clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device

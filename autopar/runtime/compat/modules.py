@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ def is_compiled(model: nn.Module) -> bool:
     which sets an attribute of the module."""
     wrapper = torch._dynamo.OptimizedModule
     return any(isinstance(module, wrapper) or module._compiled_call_impl is not None for module in model.modules())
+
+
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the forward that says what a call takes: torch.compile's wrapper has that of the module inside. Seen on 2.13.0."""
+    while isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    return model.forward
 
 
 def profiling() -> bool:

@@ -132,9 +132,10 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
             return attribute
     elif isinstance(attribute, property) and isinstance(value := getattr(skeleton, name), (bool, int, float, str)):
         return value  # is_gradient_checkpointing of transformers
-    raise AttributeProblem(
-        f"{type(skeleton).__name__}.{name} is not there on the parallel model: load parallel.full_state() into a plain model"
-    )
+    remedy = "load parallel.full_state() into a plain model"
+    if "checkpointing" in name:  # gradient_checkpointing_enable of transformers, enable_gradient_checkpointing of diffusers
+        remedy = "leave it out, the plan decides what is recomputed"
+    raise AttributeProblem(f"{type(skeleton).__name__}.{name} is not there on the parallel model: {remedy}")
 
 
 def _library(kind: type) -> bool:

@@ -66,6 +66,9 @@ def compile_before(force: str) -> str:
     found = {name.removeprefix("_orig_mod."): gradient for name, gradient in made[0].full_gradients().items()}
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11)
+    by_position = tuple(examples().values())
+    wrapped = parallel_of(torch.compile(classifier(), backend="eager"), force, by_position)
+    torch.testing.assert_close(wrapped(*by_position).loss.detach(), plain(**examples()).loss.detach(), rtol=1e-9, atol=0)
     model = classifier()
     model.compile(backend="eager")
     said = warning_of(lambda: made.append(parallel_of(model, force)))
