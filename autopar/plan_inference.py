@@ -29,7 +29,7 @@ from autopar.plan_inputs import (
 from autopar.precision import compute_dtype_of, precision_of
 from autopar.solve.inference import search_inference
 from autopar.solve.plan_cache import PlanCache, question_of
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 
 
 def plan_inference(

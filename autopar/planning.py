@@ -43,8 +43,8 @@ from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Meanwhile
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.refine_schedule import with_synthesized_schedule
-from autopar.solve.report import plan_of_result
 from autopar.solve.result import PlanResult, other_results
 from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search

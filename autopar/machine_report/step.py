@@ -24,7 +24,7 @@ from autopar.precision import precision_of
 from autopar.report.predicted_step import predicted_step
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult
 
 STEPS = 5

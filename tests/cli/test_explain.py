@@ -15,7 +15,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.fixed.baselines import baselines
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 

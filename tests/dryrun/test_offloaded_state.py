@@ -20,7 +20,7 @@ from autopar.ir.plan import Precision
 from autopar.plan_inputs import registry, split_inputs
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.space.force import parse_force
 
 HOST = OffloadTarget("host", 2.0**40, 20e9, 10e9)

@@ -28,7 +28,7 @@ from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.fixed.seeds import with_seeds
-from autopar.solve.report import as_baseline
+from autopar.solve.plan_of_result import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of
 from autopar.validate.rows import Row

@@ -16,7 +16,7 @@ from autopar.ir.verify import verify_candidate
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.ilp.solver import Status
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.meshes import meshes

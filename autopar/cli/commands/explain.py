@@ -31,8 +31,8 @@ from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.software.by_hand import with_expert_prices
 from autopar.solve.fixed.baselines import baselines
+from autopar.solve.plan_of_result import as_baseline
 from autopar.solve.problem.pins import constraint_texts
-from autopar.solve.report import as_baseline
 from autopar.solve.space.options import SearchOptions
 
 _SHOWN = 10

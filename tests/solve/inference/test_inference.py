@@ -20,7 +20,7 @@ from autopar.ir.placement import Replicate, Shard
 from autopar.ir.plan import Precision
 from autopar.plan_inputs import registry
 from autopar.solve.inference import InferenceResult, search_inference, stored_placements
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.space.options import SearchOptions
 from autopar.variants.planner import plan_variant
 

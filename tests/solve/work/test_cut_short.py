@@ -11,7 +11,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.describe import cut_short_text
 from autopar.solve import search_state
 from autopar.solve.ilp.solver import Status
-from autopar.solve.report import plan_of_result
+from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
