@@ -3,7 +3,7 @@ symbols, which numbers replace when a length comes: one export for all lengths."
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +21,12 @@ from autopar.capture.normalize import normalize
 from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.tracing.data.batch_questions import Question, batch_conditions
-from autopar.capture.tracing.fake_copy import device_of
 from autopar.capture.tracing.loss_only import LossFunction, Results
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.batch_totals import FIXED_AT
 from autopar.ir.graph import Graph
-from autopar.runtime.device.autocast import autocast_of
 
 LEFT_OUT = "these checks of data are not made:"
 LOSS_OUTSIDE = (
@@ -38,7 +36,7 @@ LOSS_OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """The options of `capture`."""
+    """The options of `autopar.capture.capture`."""
 
     compute_dtype: str | None = None
     allowed_functions: tuple[str, ...] = ()
@@ -211,49 +209,3 @@ def _holds(expression: sympy.Expr, known: Mapping[sympy.Symbol, Any], values: Ma
             break
         expression = expression.subs(known)
     return bool(expression.subs(values) == sympy.true)
-
-
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    compute_dtype: str | None = None,
-    allowed_functions: tuple[str, ...] = (),
-    outputs: Sequence[str] = (),
-    batch_norm: str = "global",
-    dropout: bool = True,
-    loss_fn: LossFunction | None = None,
-    usual_kind: str = "",
-    batch_dim: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
-    autocast: str | None = None,
-    float8: bool = False,
-) -> Graph:
-    """The graph of the forward of `model` up to its loss. The model is not changed and may be on the meta device.
-
-    A model without a loss returns its outputs, which take gradients; `loss_fn` makes a loss of its result and of a further
-    argument ``target``. Example inputs that require gradients get them.
-
-    `compute_dtype` (``bfloat16``) is the dtype in which floating-point parameters enter the forward. `allowed_functions` are
-    names of ``autograd.Function`` classes that may be traced through. `outputs` are fields of the model's result (``logits``,
-    ``hidden_states.1``) that are returned beside the loss, each with or without how it comes back (``logits:dtensor``, see
-    `ir.interface.OUTPUT_KINDS`; `usual_kind` where that is not said). With ``batch_norm="local"`` batch norm has the statistics
-    of each data rank's own examples, as in DDP. ``dropout=False`` leaves dropout out, as a program in evaluation does.
-
-    `batch_dim` is where inputs have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``). Where nobody
-    says it, it is read from the sizes, and the plan notes it. `autocast` is the dtype of the ``torch.autocast`` under which the
-    forward runs, empty for none; by default the active one. With `float8` linear modules of layers multiply in float8.
-
-    CaptureError, one line, with the user's file and line.
-    """
-    dims = tuple(batch_dim.items()) if isinstance(batch_dim, Mapping) else batch_dim
-    cast = current_autocast(model) if autocast is None else autocast
-    options = CaptureOptions(
-        compute_dtype, allowed_functions, tuple(outputs), batch_norm, dropout, loss_fn, usual_kind, dims, cast, float8
-    )  # fmt: skip
-    return Export(model, args, kwargs or {}, options).graph
-
-
-def current_autocast(model: nn.Module) -> str:
-    """The dtype of the ``torch.autocast`` that is active where the model runs, or an empty string."""
-    return autocast_of(device_of(model).type)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from autopar import capture as captures
 from autopar.capture import export
-from autopar.capture.export import Export
 from autopar.capture.state.reads import recorded_reads
 from autopar.errors import CaptureError
 
@@ -100,16 +99,17 @@ def test_other_inputs_and_options_are_captured_anew() -> None:
 
 
 def test_errors_and_warnings_are_said_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warn(*given: Any) -> Export:
+    def warn(*given: Any) -> export.Export:
         warnings.warn("loud", stacklevel=2)
-        return Export(*given)
+        return actual(*given)
 
     for _ in range(2):
         with pytest.raises(CaptureError):
             graph_of(net(), batch_norm="other")
+    actual = export.Export
     monkeypatch.setattr(export, "Export", warn)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="loud"), capture_cache():
+        with pytest.warns(UserWarning, match="loud"):
             graph_of(net(), compute_dtype="float16")
 
 
@@ -130,14 +130,14 @@ class OtherProcess:
     """This process as another one of the run: it has no export, and counts those that it makes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, actual = 0, Export.__init__
+        self.count, actual = 0, export.Export.__init__
 
         def init(*given: Any) -> None:
             self.count += 1
             actual(*given)
 
         forget(monkeypatch)
-        monkeypatch.setattr(Export, "__init__", init)
+        monkeypatch.setattr(export.Export, "__init__", init)
 
 
 def test_another_process_has_the_graph_and_the_reads(own_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_another_process_has_the_graph_and_the_reads(own_run: None, monkeypatch:
         assert graph_of(model, batch_dim=()) == graph and other.count == 0
     assert first.reads == second.reads
     model.scale = 3.0  # of the call before, which is another model now
-    shared = export.Export(net(), (torch.ones(6, 4),), {}, options)
+    shared = captures.Export(net(), (torch.ones(6, 4),), {}, options)
     assert other.count == 0
     graph = shared.graph_at({"x": torch.ones(12, 4)})
     assert other.count == 1 and graph == export.Export(net(), (torch.ones(12, 4),), {}, options).graph

@@ -18,10 +18,9 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -56,16 +55,15 @@ class _CachedExport(NamedTuple):
 @contextmanager
 def capture_cache() -> Iterator[None]:
     """Within, a plan and a program of another call take the export of an equal model of before."""
-    found = partial(_export, exports.Export)
-    with patch("autopar.capture.export.Export", found), patch("autopar.variants.exports.Export", found):
+    with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
         yield
 
 
-def _export(make: Callable[..., Export], *given: Any) -> Export:
+def _export(*given: Any) -> Export:
     try:
         key, of_any_batch = _key(*given), _key(*given, any_batch=True)
     except Exception:  # whatever the objects of a model raise where they are pickled
-        return make(*given)
+        return exports.Export(*given)
     cached = _EXPORTS.get(key)
     if cached is None:
         file = export_files.file_of(key)
@@ -80,7 +78,7 @@ def _export(make: Callable[..., Export], *given: Any) -> Export:
         return export.of_call(given) if isinstance(export, export_files.SharedExport) else export
     with warnings.catch_warnings(record=True) as caught, recorded_reads() as record:
         warnings.simplefilter("always")
-        exported = make(*given)
+        exported = exports.Export(*given)
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     if not caught:
