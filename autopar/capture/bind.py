@@ -31,9 +31,9 @@ BatchDim = int | tuple[tuple[str, int], ...] | None
 
 class NoCache(int):
     """The False that models of transformers get for `use_cache`: they make a cache for generation unless told otherwise, which
-    training never reads. It knows whether the model asked, which then makes one for True."""
+    training never reads. It knows whether the model asked, which then makes one for True; `is_refusal`: the call said False."""
 
-    is_asked = False
+    is_asked = is_refusal = False
 
     def __bool__(self) -> bool:
         self.is_asked = True
@@ -54,6 +54,12 @@ class BoundInputs:
     def lacks_cache(self) -> bool:
         """Return whether the model, which ran, makes a cache where `use_cache` is True."""
         return any(isinstance(leaf, NoCache) and leaf.is_asked for leaf in self.leaves)
+
+    @property
+    def shifts_places(self) -> bool:
+        """Return whether the items of a tuple that the model returns have other places than with the cache, for which the call
+        asks."""
+        return self.lacks_cache and not any(isinstance(leaf, NoCache) and leaf.is_refusal for leaf in self.leaves)
 
     @property
     def batch_dims(self) -> dict[str, int]:
@@ -104,6 +110,7 @@ def bind_inputs(
     forced = {}
     if USE_CACHE in signature.parameters and given.get(_CACHE) is None and _is_pretrained(model):
         forced = {USE_CACHE: NoCache()}
+        forced[USE_CACHE].is_refusal = given.get(USE_CACHE) is False
     given |= forced
     flat, spec = flatten_arguments(given)
     tensors: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import ProfileKwargs
 from torch import nn
@@ -92,6 +93,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
     def wait_for_everyone(self) -> None:
         """Wait for all ranks."""
         wait_for_all()
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has set the trigger, and unset it."""
+        if dist.is_initialized():
+            flag = torch.tensor(int(super().check_trigger()), device=self.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            return bool(flag)
+        return bool(super().check_trigger())
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """Start trackers on rank 0."""

@@ -302,3 +302,19 @@ def test_use_cache_of_other_models_is_their_own(arguments: dict[str, bool]) -> N
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loss, _ = loss_and_gradients(capture(model, (x,), arguments), state, {"x": x})
     assert loss == pytest.approx(model(x, **arguments).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"output_hidden_states": True}, {"output_hidden_states": True, "use_cache": True}], ids=str)
+def test_tuples_without_their_cache_are_refused(more: dict[str, bool]) -> None:
+    """What comes after the cache had its place."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )
+    model, tokens = LlamaForCausalLM(config), torch.zeros(2, 4, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens, "return_dict": False}
+    with pytest.raises(CaptureError, match="pass return_dict=True, or use_cache=False"):
+        capture(model, (), batch | more)
+    capture(model, (), batch | more | {"use_cache": False})
+    capture(model, (), batch)

@@ -60,7 +60,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 def rank_report(accelerator: Any, folder: Path) -> dict[str, Any]:
     """What this rank reads by the accelerator's numbers and from a stream, which functions run here, whether it sees what the
-    main process has written, and whose trace is."""
+    main process has written and set, and whose trace is."""
     ran: list[str] = []
     for name in ("on_main_process", "on_last_process", "on_local_main_process"):
         getattr(accelerator, name)(ran.append)(name)
@@ -70,12 +70,15 @@ def rank_report(accelerator: Any, folder: Path) -> dict[str, Any]:
     with accelerator.profile(ProfileKwargs(output_trace_dir=str(folder))):
         accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        accelerator.set_trigger()
         sleep(0.5)
         torch.save({}, folder / "saved.pt")
     accelerator.wait_for_everyone()
     read = [batch["target"].tolist() for batch in loader]
     files = sorted(each.name for each in folder.iterdir())
-    return {"rows": list(sampler), "read": read, "ran": ran, "files": files, "last": accelerator.is_last_process}
+    stops = [accelerator.check_trigger(), accelerator.check_trigger()]
+    found = {"rows": list(sampler), "read": read, "files": files, "stops": stops}
+    return found | {"ran": ran, "last": accelerator.is_last_process}
 
 
 def refused() -> str:

@@ -67,6 +67,7 @@ def test_all_ranks_read_alike_and_one_writes(ranks: RankPool, tmp_path: Path) ->
     main, *others = (report(each.stdout) for each in ended)
     assert main["ran"] == ["on_main_process", "on_last_process", "on_local_main_process", "on_process"]
     alike = {"rows": list(range(8)), "read": [[0, 1, 2, 3], [4, 5, 6, 7]], "files": ["profile_0.json", "saved.pt"]}
+    alike |= {"stops": [True, False]}
     assert main == alike | {"ran": main["ran"], "last": True}
     assert others == [alike | {"ran": [], "last": False}] * 3
 

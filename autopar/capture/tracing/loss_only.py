@@ -102,6 +102,11 @@ class LossOnly(nn.Module):
     def take_apart(self, result: Any) -> Returned:
         """The loss and the outputs of a result."""
         module = self.module if self.results.loss_fn is None else None
+        if module is not None and type(result) is tuple and len(result) > 2 and self.bound.shifts_places:
+            raise CaptureError(
+                f"{type(module).__name__} returns a tuple without the key-value cache that it would have made, so that what "
+                "follows has other places: pass return_dict=True, or use_cache=False"
+            )
         return take_apart(result, self.results.asked, self.results.usual_kind, module, lacks_cache=self.bound.lacks_cache)
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:

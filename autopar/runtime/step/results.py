@@ -121,7 +121,7 @@ class LeftOut:
         if lacks:
             raise NotReturned(
                 f'the parallel model does not return {path}, also without gradients: {lacks}; pass outputs=("{path}",) to '
-                f'autopar.parallelize, or call it under parallel.returning("{path}") where a program can return it'
+                "autopar.parallelize"
             )
         raise NotReturned(
             f'the parallel model does not return {path} with gradients on, unless asked to: pass outputs=("{path}",) to '

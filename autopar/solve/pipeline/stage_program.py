@@ -69,7 +69,7 @@ class _Program:
     ) -> None:
         self.calls, self.limits, self.model, self.key = calls, limits, LinearModel(), key
         # a clock is mostly differences of two ends, which GLOP takes two thirds of HiGHS' time for; of paths it is the reverse
-        self.solver: SolverName = "glop" if detail is ScheduleDetail.CLOCK else "highs"
+        self.solvers: tuple[SolverName, ...] = ("glop", "highs") if detail is ScheduleDetail.CLOCK else ("highs",)
         stages, _, _, micro_batches = key
         self.shape = schedule_paths(*key, (COARSE_GROUPS, FINE_GROUPS, max(stages, FINE_GROUPS))[detail])
         self.unit = sum(each.count * each.lines.durations[0].least_seconds for each in calls) * micro_batches / stages or 1.0
@@ -248,10 +248,11 @@ class _Program:
 
     def solve(self) -> float:
         """Return the seconds; 0 where the solver fails, infinite where nothing fits."""
-        outcome = solve(self.model, relaxed=True, solver=self.solver)
-        if outcome.status is Status.INFEASIBLE:
-            return INFINITY
-        return outcome.bound * self.unit if outcome.status is Status.OPTIMAL else 0.0
+        for solver in self.solvers:  # the next one where GLOP is imprecise, or says that nothing fits
+            outcome = solve(self.model, relaxed=True, solver=solver)
+            if outcome.status is Status.OPTIMAL:
+                return outcome.bound * self.unit
+        return INFINITY if outcome.status is Status.INFEASIBLE else 0.0
 
     def _add_clock(self, chunks: Mapping[int, Sequence[int]]) -> None:
         """Add the ends of all actions."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
+from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
@@ -29,7 +31,9 @@ from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.pipeline import pipeline_bounds
+from autopar.solve.ilp.solver import Outcome, Status, solve
+from autopar.solve.ilp.solver_call import SolverName
+from autopar.solve.pipeline import pipeline_bounds, stage_program
 from autopar.solve.pipeline.pipeline_bounds import ScheduleReport
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
 from autopar.solve.pipeline.stage_relaxation import StageRelaxation, relaxed_calls, with_traded_lines
@@ -353,3 +357,20 @@ def test_no_stage_sends_in_less(text: str) -> None:
             ratios += [each.seconds / seconds for seconds, each in zip(sent, between, strict=True) if seconds]
     assert len(ratios) >= 20
     assert max(ratios) == pytest.approx(1.0)
+
+
+def test_a_clock_that_glop_does_not_solve_is_bounded_by_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, names = _pipelines(), list[str]()
+    point = search.points[0]
+    option = search.schedules(point)[0]
+    expected = search.schedule_bound((point,), option, ScheduleDetail.CLOCK, inf)[1]
+
+    def imprecise(model: Any, *, solver: SolverName, relaxed: bool) -> Outcome:
+        names.append(solver)
+        if solver == "glop":
+            return Outcome(Status.TIMEOUT, (), inf, -inf)
+        return solve(model, solver=solver, relaxed=relaxed)
+
+    monkeypatch.setattr(stage_program, "solve", imprecise)
+    assert search.schedule_bound((point,), option, ScheduleDetail.CLOCK, inf)[1] == pytest.approx(expected, rel=1e-6)
+    assert names == ["glop", "highs"]
