@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
+from autopar.ir import dims
 from autopar.ir.batch_totals import ancestors
-from autopar.ir.graph import Graph, draws_masks
+from autopar.ir.graph import Graph, Node, Symbol, draws_masks, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ def crossing_values(graph: Graph, chunks: Sequence[Sequence[int]], repeated: Seq
 def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
     """Values between calls that every chunk can compute for itself, and the nodes of each call that compute them, in order.
 
-    They carry no gradient, and inputs of the batch, constant buffers and frozen parameters determine them without random numbers.
+    They carry no gradient, and inputs of the batch, constant buffers and frozen parameters determine them without random numbers;
+    their sizes too: where nothing that the nodes of a call read has the batch, a number of examples would be the plan's.
     Where all parameters are frozen, none is repeated: each chunk would be all those before it.
     """
     repeats_frozen = not graph.forward_only
@@ -68,6 +70,9 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
             return None
         out = {index: {node.name for node in nodes}} if nodes else {}
         read = {inner, *(operand for node in nodes for operand in node.operands())}
+        knows_batch = any(dims.has_batch(dim) for value in block.inputs if value.name in read for dim in value.shape)
+        if not knows_batch and any(map(_counts_examples, nodes)):
+            return None
         for parameter, original in zip(block.parameters, call.parameters, strict=True):
             constant = parameter.buffer or (repeats_frozen and not parameter.trainable)
             if parameter.value.name in read and (original in written or not constant):
@@ -82,6 +87,12 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         return out
 
     return {name: _merged(graph, [made]) for name in makers if (made := needs(name)) is not None}
+
+
+def _counts_examples(node: Node) -> bool:
+    """Return whether an argument of a node depends on the number of examples."""
+    every = leaves((*node.args, *(value for _, value in node.kwargs)))
+    return any(isinstance(leaf, Symbol) and dims.has_batch(leaf.dim) for leaf in every)
 
 
 def _merged(graph: Graph, needed: Sequence[Mapping[int, set[str]]]) -> tuple[BlockSlice, ...]:

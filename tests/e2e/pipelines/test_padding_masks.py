@@ -58,3 +58,41 @@ def trains(force: str) -> None:
 @pytest.mark.parametrize("force", ["pp=2,dp=2", pytest.param("tp=2,dp=2,micro=1", marks=pytest.mark.slow)])
 def test_a_padding_mask_is_cut(force: str, ranks: RankPool) -> None:
     ranks.run(trains, force)
+
+
+class LocalLayer(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, torch.where(mask, 0.0, -9.0).to(x.dtype))
+
+
+class Local(Padded):
+    """Its mask has the batch, and is made of no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LocalLayer() for _ in range(6))
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        x, columns = self.words(ids), torch.arange(ids.shape[1])
+        mask = ((columns[None, :] - columns[:, None]).abs() < 3).expand(ids.shape[0], 1, -1, -1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def trains_in_smaller_batches() -> None:
+    """On a rank."""
+    torch.manual_seed(0)
+    models = [Local().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))
+    parallel = autopar.parallelize(models[0], "local:2", {"ids": ids}, force="pp=2", cache=False)
+    assert parallel.program.micro_batches > 1
+    batches = [{"ids": ids[:size]} for size in (8, 4, 8)]
+    found, expected = train(parallel, batches), train(models[1], batches)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def test_a_mask_of_the_batch_has_the_size_of_each_batch(ranks: RankPool) -> None:
+    """Stages that made it themselves had the plan's number of examples."""
+    ranks.run(trains_in_smaller_batches, world=2)
