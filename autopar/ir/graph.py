@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.dims import Dim, Shape
+from autopar.ir.dims import Dim, Shape, has_batch
 from autopar.ir.interface import Interface, Output
 from autopar.ir.names import Dtype, Line, Name, Op, Path
 
@@ -119,6 +119,20 @@ def draws_masks(node: Node) -> bool:
         probability = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
         return probability != 0.0
     return node.op in ("ap.dropout", "ap.random")
+
+
+def lacks_batch(nodes: Iterable[Node], inputs: Iterable[Value]) -> bool:
+    """Return whether nodes depend on the number of examples, which none of these inputs tells."""
+    if any(has_batch(dim) for value in inputs for dim in value.shape):
+        return False
+    every = leaves(tuple(arg for node in nodes for arg in (*node.args, *(value for _, value in node.kwargs))))
+    return any(isinstance(leaf, Symbol) and has_batch(leaf.dim) for leaf in every)
+
+
+def batch_teller(inputs: Iterable[Value]) -> tuple[Value, ...]:
+    """Return an input that tells the number of examples, of those without a gradient if there are any; none where none does."""
+    tells = (value for value in inputs if any(map(has_batch, value.shape)))
+    return tuple(sorted(tells, key=lambda value: value.differentiable)[:1])
 
 
 @dataclass(frozen=True, slots=True)

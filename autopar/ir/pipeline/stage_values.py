@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.ir import dims
 from autopar.ir.batch_totals import ancestors
-from autopar.ir.graph import Graph, Node, Symbol, draws_masks, leaves
+from autopar.ir.graph import Graph, draws_masks, lacks_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,7 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
             return None
         out = {index: {node.name for node in nodes}} if nodes else {}
         read = {inner, *(operand for node in nodes for operand in node.operands())}
-        knows_batch = any(dims.has_batch(dim) for value in block.inputs if value.name in read for dim in value.shape)
-        if not knows_batch and any(map(_counts_examples, nodes)):
+        if lacks_batch(nodes, [value for value in block.inputs if value.name in read]):
             return None
         for parameter, original in zip(block.parameters, call.parameters, strict=True):
             constant = parameter.buffer or (repeats_frozen and not parameter.trainable)
@@ -87,12 +85,6 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         return out
 
     return {name: _merged(graph, [made]) for name in makers if (made := needs(name)) is not None}
-
-
-def _counts_examples(node: Node) -> bool:
-    """Return whether an argument of a node depends on the number of examples."""
-    every = leaves((*node.args, *(value for _, value in node.kwargs)))
-    return any(isinstance(leaf, Symbol) and dims.has_batch(leaf.dim) for leaf in every)
 
 
 def _merged(graph: Graph, needed: Sequence[Mapping[int, set[str]]]) -> tuple[BlockSlice, ...]:

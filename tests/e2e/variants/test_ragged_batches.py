@@ -14,6 +14,7 @@ from support.harness.comparison import same_gradients, same_state, step_alike
 from support.harness.rank_pool import RankPool
 from support.models.routed_mlp import RoutedMlp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.runtime import variants
@@ -239,3 +240,57 @@ def test_ragged_batches(check: Any, force: str, ranks: RankPool) -> None:
 @pytest.mark.slow
 def test_experts_on_an_axis(ranks: RankPool) -> None:
     ranks.run(experts_on_an_axis, "dp=2,ep=2,zero=3")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + torch.tanh(self.map(x) @ memory.transpose(1, 2)) @ memory  # type: ignore[no-any-return]
+
+
+class Queries(nn.Module):
+    """What is between its two kinds of layers reads no input: queries for each example, and their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.ModuleList(Residual() for _ in range(3)) for _ in range(2))
+        self.queries = nn.Parameter(torch.randn(1, 3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x, x)
+        y, examples = self.queries.expand(x.shape[0], -1, -1), torch.ones(x.shape[0]).sum()
+        for layer in self.decoder:
+            y = layer(y, x)
+        return y.square().sum() / examples
+
+
+def queries_of_each_batch(force: str) -> None:
+    """On a rank."""
+    torch.manual_seed(0)
+    models = [Queries().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(8, 5, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(models[0], "local:2", (x,), force=force, cache=False)
+    for size in (8, 4, 6):
+        for model in (parallel, models[1]):
+            model.zero_grad()
+            model(x[:size]).backward()
+        assert float(parallel(x[:size])) == pytest.approx(float(models[1](x[:size])), rel=1e-9)
+        gradient = models[1].queries.grad
+        assert gradient is not None
+        torch.testing.assert_close(whole_gradient(parallel, "queries"), gradient, rtol=1e-9, atol=1e-11)
+
+
+def whole_gradient(parallel: Any, name: str) -> Tensor:
+    gradient = dict(parallel.named_parameters())[name].grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("force", ["dp=2", "tp=2,dp=1"])
+def test_blocks_that_read_no_input_know_the_batch(force: str, ranks: RankPool) -> None:
+    """They had that of the plan: another number of examples, and with it another loss."""
+    ranks.run(queries_of_each_batch, force, world=2)
