@@ -268,13 +268,13 @@ class Queries(nn.Module):
         return y.square().sum() / examples
 
 
-def queries_of_each_batch(force: str) -> None:
+def queries_of_each_batch(degrees: str) -> None:
     """On a rank."""
     torch.manual_seed(0)
     models = [Queries().double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     x = torch.randn(8, 5, 6, dtype=torch.float64)
-    parallel = autopar.parallelize(models[0], "local:2", (x,), force=force, cache=False)
+    parallel = autopar.parallelize(models[0], "local:2", (x,), force=degrees, cache=False)
     for size in (8, 4, 6):
         for model in (parallel, models[1]):
             model.zero_grad()
