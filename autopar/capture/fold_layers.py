@@ -16,7 +16,7 @@ from torch import nn
 from autopar.capture.flat import FlatGraph, rename_operands
 from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_teller, lacks_batch
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, lacks_batch
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.operations.table import operation, operations
@@ -117,7 +117,7 @@ class BlockShapes:
         outside = [name for name in dict.fromkeys(reads) if name not in inside]
         inputs = tuple(name for name in outside if name not in self.sources)
         if lacks_batch(nodes, [values[name] for name in inputs]):  # its text reads the number of examples from an input
-            inputs += tuple(value.name for value in batch_teller(flat.inputs))
+            inputs += tuple(value.name for value in batch_input(flat.inputs))
         parameters = tuple(self.sources[name] for name in outside if name in self.sources)
         names = _CanonicalNames()
         paths = [relative(source.name, prefix) for source in parameters]

@@ -129,7 +129,7 @@ def lacks_batch(nodes: Iterable[Node], inputs: Iterable[Value]) -> bool:
     return any(isinstance(leaf, Symbol) and has_batch(leaf.dim) for leaf in every)
 
 
-def batch_teller(inputs: Iterable[Value]) -> tuple[Value, ...]:
+def batch_input(inputs: Iterable[Value]) -> tuple[Value, ...]:
     """Return an input that tells the number of examples, of those without a gradient if there are any; none where none does."""
     tells = (value for value in inputs if any(map(has_batch, value.shape)))
     return tuple(sorted(tells, key=lambda value: value.differentiable)[:1])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Block, Call, Graph, batch_teller, lacks_batch
+from autopar.ir.graph import Block, Call, Graph, batch_input, lacks_batch
 
 
 def live_values(block: Block) -> tuple[tuple[str, ...], ...]:
@@ -85,7 +85,7 @@ def _parts(block: Block, edges: Sequence[int], taken: set[str]) -> tuple[Block, 
         inputs = [value for value in block.inputs if value.name in read]
         inputs += [values[name] for name in read if made_in.get(name, number) < number]
         if lacks_batch(nodes, inputs):
-            inputs += batch_teller(block.inputs)
+            inputs += batch_input(block.inputs)
         read_after = {operand for node in block.nodes[end:] for operand in node.operands()}
         made = [value.name for node in nodes for value in node.outputs]
         ends = [name for name in made if name in read_after or name in block.outputs]

@@ -157,28 +157,28 @@ def test_attributes_in_slots_come_back() -> None:
 def test_an_object_inside_of_a_result() -> None:
     """It was None, without a word."""
 
-    def made(x: Tensor, h: Tensor) -> Any:
+    def forward(x: Tensor, h: Tensor) -> Any:
         return {"loss": h.square().mean(), "state": Scaled(h, 3.0), "words": (Scaled(None, 2.0), 1)}  # type: ignore[arg-type]
 
-    _, found = both(made)
+    _, found = both(forward)
     assert found["words"][0]._scale == 2.0 and found["words"][1] == 1
     with pytest.raises(RuntimeProblem, match=r'does not return state with gradients on.* pass outputs=\("state",\)'):
         found["state"].value()
     for asked in ("state", "*"):
-        plain, found = both(made, asked)
+        plain, found = both(forward, asked)
         assert torch.equal(found["state"].value(), plain["state"].value())
 
 
 def test_a_cache_of_transformers_is_left_out() -> None:
     cache_utils = pytest.importorskip("transformers.cache_utils")
 
-    def made(x: Tensor, h: Tensor) -> Any:
+    def forward(x: Tensor, h: Tensor) -> Any:
         cache = cache_utils.DynamicCache()
         cache.update(h[:, None, None], h[:, None, None], 0)
         return {"loss": h.square().mean(), "h": h, "cache": cache}
 
     for asked in ((), ("*",)):
-        _, found = both(made, *asked)
+        _, found = both(forward, *asked)
         with pytest.raises(RuntimeProblem, match="cache of the model's result is a key-value cache.* with parallel.generate"):
             found["cache"].get_seq_length()
 
