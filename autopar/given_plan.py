@@ -45,6 +45,12 @@ def check_options(
     """Raise PlanMismatch where the options ask for something else than the given plan has. `held_bytes`: memory that it has to
     leave to other models."""
     has = plan.candidate.precision
+    own = precision_of(None, model)
+    if precision is None and has.compute == has.master != own.master:  # a plan that was made without precision=
+        raise PlanMismatch(
+            f"the plan is of a model in {has.master}, and this one is in {own.master}: cast it, model.to(torch.{has.master}), or "
+            "plan again"
+        )
     if precision is not None:
         wanted = precision_of(precision, model)
         if replace(wanted, offload_optimizer=has.offload_optimizer) != has:

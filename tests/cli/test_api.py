@@ -91,6 +91,18 @@ def test_a_plan_for_another_model() -> None:
         check_plan(plan, Net(), autopar.Cluster.parse("local:4"), batch())
 
 
+def test_a_plan_for_another_dtype() -> None:
+    from autopar.api import check_options
+
+    plan = autopar.plan(Net(), "local:2", batch())
+    check_options(plan, Net(), None, None)
+    with pytest.raises(autopar.PlanMismatch, match=r"float32, and this one is in bfloat16: cast it, model.to\(torch.float32\)"):
+        check_options(plan, Net().to(torch.bfloat16), None, None)
+    check_options(plan, Net().to(torch.bfloat16), "float32", None)  # what is stored was asked for
+    mixed = autopar.plan(Net().to(torch.bfloat16), "local:2", batch(), precision="bf16")
+    check_options(mixed, Net().to(torch.bfloat16), None, None)  # its float32 weights were asked for
+
+
 def test_a_missing_plan_file() -> None:
     from autopar.api import check_plan
 
