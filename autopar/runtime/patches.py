@@ -23,6 +23,7 @@ from .compat.hooks import (
     fused_updates,
     masked_items,
     muon_updates,
+    norms_by_list,
     on_manual_seed,
     replaced,
     whole_items,
@@ -30,6 +31,7 @@ from .compat.hooks import (
 from .device.rng import seed_stream
 from .plain.optimizer_state import refuse_plain_states
 from .plain.sharded_state_dict import refuse_parts_of_states
+from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
@@ -73,7 +75,7 @@ def _patches() -> ExitStack:
         data_by_values,
         masked_items,
         fused_updates,
-        draw_whole_tensors,
+            draw_whole_tensors,
         reduce_rightly,
         mix_whole_tensors,
         write_through_views,  # calls the handlers above
@@ -85,6 +87,7 @@ def _patches() -> ExitStack:
         allow_empty_optimizers,
         lambda: muon_updates(batches_of, updates_by_owners),
         # gradients
+        lambda: norms_by_list(Gradient),
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),
         lambda: on_manual_seed(seed_stream.count_manual_seed),

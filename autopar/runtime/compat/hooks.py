@@ -190,6 +190,18 @@ def fused_updates() -> AbstractContextManager[None]:
     return shard_operations({getattr(name, overload): put for name in names for overload in name.overloads()})
 
 
+@contextmanager
+def norms_by_list(kind: type[torch.Tensor]) -> Iterator[None]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` take the norms of tensors of this class by ``torch._foreach_norm``, as those of
+    DTensors, in place of one by one. Seen on 2.13.0: it asks a list of classes."""
+    types: list[type[torch.Tensor]] = importlib.import_module("torch.utils._foreach_utils")._foreach_supported_types
+    types.append(kind)
+    try:
+        yield
+    finally:
+        types.remove(kind)
+
+
 Updates = Iterator[list[DTensor]]
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..comm.heartbeat import Heartbeat, watched
+from ..comm.heartbeat import Heartbeat, glancing, watched
 from ..compat.compile import is_traced
 from ..compat.dtensor import local_of, over_local, whole, without_overrides
 from ..device.mesh import MeshHandle
@@ -30,6 +31,8 @@ _VIEWS = frozenset((
 ))  # fmt: skip
 _JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
 _NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
+
+_NORM_OF_ALL = "the norm of all gradients (where a stage has none since a freeze: parallel.clip_grad_norm_(max_norm))"
 
 
 class StageGradients:
@@ -65,18 +68,20 @@ class StageGradients:
     def total_norm(self, norms: torch.Tensor, names: tuple[str, ...], order: float) -> torch.Tensor:
         """The norm of the norms of all gradients of all stages, those of parameters on several stages counted once."""
         present = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
-        if sorted(names) != sorted(present) or not self.every_stage_trains:
+        if not self.every_stage_trains:
+            raise RuntimeProblem(
+                "a stage of this pipeline has no parameters that train, so that its ranks take no part in torch's norm of all "
+                "gradients: call parallel.clip_grad_norm_(max_norm)"
+            )
+        if sorted(names) != sorted(present):
             raise RuntimeProblem(
                 "the norm of some of the gradients of a pipeline, of which a stage has only its own: take that of all of "
                 "parallel.parameters(), or call parallel.clip_grad_norm_(max_norm)"
             )
-        top, pp = math.isinf(order), self.mesh.pp
-        first = torch.tensor([self.holders[name][0] == pp.coordinate for name in names], device=norms.device)
-        counted = torch.where(first, norms.double().abs(), 0.0)
-        value = counted.max() if top else counted.pow(order).sum()
-        with watched(self.heartbeat, "the norm of all gradients"):
-            dist.all_reduce(value, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, self.mesh.group(pp.name))
-        return (value if top else value.pow(1.0 / order)).to(norms.dtype)
+        first = torch.tensor([self.holders[name][0] == self.mesh.pp.coordinate for name in names], device=norms.device)
+        own = torch.linalg.vector_norm(torch.where(first, norms.double(), 0.0), order)
+        with watched(self.heartbeat, _NORM_OF_ALL):
+            return _over_ranks(own, order, self.mesh.group(self.mesh.pp.name)).to(norms.dtype)
 
 
 class Gradient(DTensor):
@@ -89,6 +94,8 @@ class Gradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_foreach_norm" and not is_traced():
+            return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if is_traced() and not _is_elementwise(result, args):
             raise RuntimeProblem(
@@ -102,6 +109,8 @@ class Gradient(DTensor):
         if me.stage is not None and word in _JOINS:
             raise _combined(word)
         if isinstance(result, (list, tuple)):
+            if func.__name__.endswith("_"):  # of ``torch._foreach_mul_``: what was passed
+                return result
             return type(result)(_whole(each, me) for each in result) if type(result) in (list, tuple) else result
         if word in _VIEWS and isinstance(result, DTensor):
             return as_gradient(result, me.stage, me.parameter_name)
@@ -226,13 +235,11 @@ def stand_in(device: torch.device, stage: StageGradients | None) -> nn.Parameter
 
 def hooked(parameter: torch.Tensor) -> bool:
     """Return whether the user has registered a hook of its gradient. Those of torch's own tools (`MemTracker`) do not count."""
-    hooks = (
-        *(parameter._backward_hooks or {}).values(),
-        *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
-    )
-    return any(
-        not (getattr(hook, "autopar", False) or str(getattr(hook, "__module__", "")).startswith("torch.")) for hook in hooks
-    )
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        for hook in hooks.values() if hooks else ():
+            if not (getattr(hook, "autopar", False) or str(getattr(hook, "__module__", "")).startswith("torch.")):
+                return True
+    return False
 
 
 def _is_elementwise(result: Any, args: Any) -> bool:
@@ -261,6 +268,22 @@ def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) 
     return out
 
 
+def _list_norms(tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:  # noqa: A002
+    """The norms of gradients and other tensors, each as a whole, on every rank: what ``torch._foreach_norm`` gives."""
+    every = [each if dtype is None else each.to(dtype) for each in tensors]
+    by_mesh: dict[DeviceMesh | None, list[int]] = {}
+    for position, each in enumerate(every):
+        by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(position)
+    norms = dict[int, torch.Tensor]()
+    for mesh, positions in by_mesh.items():
+        some: Any = [every[position] for position in positions]
+        norms.update(zip(positions, torch._foreach_norm(some, ord) if mesh is None else whole_norms(some, ord), strict=True))
+    for position, each in enumerate(every):
+        if isinstance(each, Gradient) and each.stage is not None:
+            norms[position] = _norms(norms[position], each.stage, (each.parameter_name,))
+    return [norms[position].to(local_of(each).dtype) for position, each in enumerate(every)]  # .dtype would ask here again
+
+
 def flat(values: Any) -> Iterator[Any]:
     """Yield arguments, and the members of those that are lists."""
     for each in values:
@@ -277,40 +300,42 @@ def _combined(word: str) -> RuntimeProblem:
     )
 
 
-def total_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
-    """The norm over all elements of all tensors of all stages, a scalar equal on all ranks; one small all-reduce for each axis.
+def total_norm(gradients: Sequence[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
+    """The norm over all elements of all tensors of all stages, a scalar equal on all ranks.
 
     In a pipeline it is float64: stages may have gradients of different dtypes, or none.
     """
-    top = math.isinf(norm_type)
-    value = _stage_norm(gradients, mesh, norm_type)
+    norms = whole_norms(gradients, norm_type) if gradients else torch.zeros(1, device=mesh.device)
+    value: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     if mesh.pp.size > 1:
-        value = value.double()
-        dist.all_reduce(value, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(mesh.pp.name))
-    return value if top else value.pow(1.0 / norm_type)
+        value = _over_ranks(value.double(), norm_type, mesh.group(mesh.pp.name))
+    return value
 
 
-def _stage_norm(gradients: Iterable[DTensor], mesh: MeshHandle, norm_type: float) -> torch.Tensor:
-    """The stage's largest absolute element, or the sum of powers."""
-    groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        sharded_axes = tuple(not isinstance(placement, Replicate) for placement in gradient.placements)
-        groups.setdefault(sharded_axes, []).append(gradient.to_local())  # of copies on the other axes one counts
-    if not groups:
-        return torch.zeros((), device=mesh.device)
-    top = math.isinf(norm_type)
-    sums = []
-    for locals_ in groups.values():
-        norms = torch.stack(torch._foreach_norm([t if t.numel() else t.new_zeros(1) for t in locals_], norm_type))
-        sums.append(norms.max() if top else norms.pow(norm_type).sum())
-    values = torch.stack([value.to(torch.promote_types(torch.float32, value.dtype)) for value in sums])
-    for index, name in enumerate(mesh.state_axes):
-        sharded = torch.tensor([axes[index] for axes in groups], device=mesh.device)
-        if mesh.state_axes[name] > 1 and bool(sharded.any()):
-            reduced = values.clone()
-            dist.all_reduce(reduced, dist.ReduceOp.MAX if top else dist.ReduceOp.SUM, mesh.group(name))
-            values = torch.where(sharded, reduced, values)
-    return values.max() if top else values.sum()
+def whole_norms(tensors: Sequence[DTensor], order: float = 2.0) -> torch.Tensor:
+    """The norms of tensors on one mesh, each as a whole ``[tensors]``, in float32 or longer, equal on all ranks. One small
+    all-reduce for each axis that some are sharded on."""
+    tensors, mesh = list(map(whole, tensors)), tensors[0].device_mesh
+    parts = list(map(local_of, tensors))
+    none = 0.0 if order >= 0 else math.inf
+    norms = torch._foreach_norm([part if part.numel() else part.new_full((1,), none) for part in parts], order)
+    values = torch.stack([norm.to(torch.promote_types(torch.float32, norm.dtype)) for norm in norms])
+    with glancing("the norm of gradients"):
+        for axis in range(mesh.ndim):
+            sharded = [not isinstance(each.placements[axis], Replicate) for each in tensors]
+            if mesh.size(axis) > 1 and any(sharded):
+                reduced = _over_ranks(values, order, mesh.get_group(axis))
+                values = reduced if all(sharded) else torch.where(torch.tensor(sharded, device=values.device), reduced, values)
+    return values
+
+
+def _over_ranks(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norms of what the ranks of a group have together, from the norms of their parts."""
+    extreme = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+    has_powers = order != 0 and not math.isinf(order)  # of order 0 it is a count
+    powers = norms.pow(order) if has_powers else norms.clone()
+    dist.all_reduce(powers, extreme if math.isinf(order) else dist.ReduceOp.SUM, group)
+    return powers.pow(1.0 / order) if has_powers else powers
 
 
 @torch.no_grad()
@@ -321,6 +346,6 @@ def clip_gradients(
     stage counts."""
     norm = total_norm(counted, mesh, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.to_local().mul_(factor.to(gradient.dtype))
+    if gradients:
+        torch._foreach_mul_([gradient.to_local() for gradient in gradients], factor)
     return norm

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.autograd import at_end_of_backward, sole_holder
+from ..compat.dtensor import local_of
 from .gradient import gradient_of, local_gradient
 
 
@@ -21,15 +23,15 @@ def accumulate_gradient(canonical: nn.Parameter, local: torch.Tensor) -> None:
     since gets none."""
     if not canonical.requires_grad:
         return
+    if canonical.grad is None:
+        canonical.grad = local_gradient(canonical, local)
+        return
     with torch.no_grad():
-        if canonical.grad is None:
-            canonical.grad = local_gradient(canonical, local)
-        else:
-            data = canonical.data
-            assert isinstance(canonical.grad, DTensor) and isinstance(data, DTensor)
-            if canonical.grad.placements != data.placements:  # of a penalty that the user has added
-                canonical.grad = gradient_of(canonical, canonical.grad.redistribute(placements=data.placements))
-            canonical.grad.to_local().add_(local)
+        data = canonical.data
+        assert isinstance(canonical.grad, DTensor) and isinstance(data, DTensor)
+        if canonical.grad.placements != data.placements:  # of a penalty that the user has added
+            canonical.grad = gradient_of(canonical, canonical.grad.redistribute(placements=data.placements))
+        canonical.grad.to_local().add_(local)
 
 
 def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None:
@@ -38,8 +40,7 @@ def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None
     def move(sharded: torch.Tensor) -> None:
         gradient, sharded.grad = sharded.grad, None
         assert isinstance(gradient, DTensor)
-        with torch.no_grad():
-            accumulate_gradient(canonical, gradient.to_local())
+        accumulate_gradient(canonical, local_of(gradient))
 
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(move)
@@ -48,11 +49,13 @@ def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None
 @dataclass(eq=False)
 class GradientBucket:
     """Replicated parameters of one block and dtype: one all-reduce, started when the last gradient is computed. `dtype`: that of
-    the all-reduce; None: the gradients'. `reuse_flat`: on CPUs the flat tensor is kept for the next step."""
+    the all-reduce; None: the gradients'. `ready`, `sent`: gradients, and those in `flat`, by position. `reuse_flat`: on CPUs the
+    flat tensor is kept for the next step."""
 
-    members: dict[nn.Parameter, nn.Parameter]
+    members: list[tuple[nn.Parameter, nn.Parameter]]
     dtype: torch.dtype | None = None
-    ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    ready: dict[int, torch.Tensor] = field(default_factory=dict)
+    sent: list[int] = field(default_factory=list)
     flat: torch.Tensor | None = None
     spare_flat: torch.Tensor | None = None
     reuse_flat: bool = True
@@ -60,9 +63,9 @@ class GradientBucket:
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Start the all-reduce over `group`."""
-        members = [parameter for parameter in self.members if parameter in self.ready]
-        self.flat = self._flatten([self.ready[parameter].reshape(-1) for parameter in members])
-        self.ready = {parameter: parameter for parameter in members}
+        self.sent = sorted(self.ready)  # the same order on all ranks
+        self.flat = self._flatten([self.ready[position].reshape(-1) for position in self.sent])
+        self.ready = {}
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def _flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -81,22 +84,20 @@ class GradientBucket:
         """Waits, and hands out the sums."""
         assert self.flat is not None and self.work is not None
         self.work.wait()
-        offset = 0
-        for parameter in self.ready:
-            part = self.flat.narrow(0, offset, parameter.numel()).view(parameter.shape).to(parameter.dtype)
-            offset += parameter.numel()
-            accumulate_gradient(self.members[parameter], part)
-            del part
+        members = [self.members[position] for position in self.sent]
+        parts = list(self.flat.split([parameter.numel() for parameter, _ in members]))
+        for (parameter, canonical), part in zip(members, parts, strict=True):
+            accumulate_gradient(canonical, part.view(parameter.shape).to(parameter.dtype))
         flat = self.flat
         self.clear()
         self.spare_flat = flat if self.reuse_flat and flat.device.type == "cpu" and len(self.members) > 1 else None
 
     def clear(self) -> None:
         """Drop what a failed backward left."""
-        self.ready, self.flat, self.work = {}, None, None
+        self.ready, self.sent, self.flat, self.work = {}, [], None, None
 
 
-def _take_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _take_gradient(parameter: torch.Tensor) -> torch.Tensor:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return gradient
@@ -131,32 +132,31 @@ class GradientBuckets:
         """Add one more bucket, of replicated parameters of one dtype that train."""
         if not members:
             return
-        bucket = GradientBucket(members, self.dtype)
+        bucket = GradientBucket(list(members.items()), self.dtype)
         self.buckets.append(bucket)
         # Autograd holds hooks in C++, where Python's collector sees no cycle: parameter, hook, bucket, parameter would live on.
         me, its = weakref.ref(self), weakref.ref(bucket)
 
-        def arrived(parameter: torch.Tensor) -> None:
+        def arrived(position: int, parameter: torch.Tensor) -> None:
             buckets, bucket = me(), its()
             if buckets is not None and bucket is not None:
-                buckets._arrived(bucket, parameter)
+                buckets._arrived(bucket, position, parameter)
 
-        for parameter in members:
-            parameter.register_post_accumulate_grad_hook(arrived)
+        for position, parameter in enumerate(members):
+            parameter.register_post_accumulate_grad_hook(partial(arrived, position))
 
-    def _arrived(self, bucket: GradientBucket, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
+    def _arrived(self, bucket: GradientBucket, position: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # compiled code has a hook called where it gives no gradient
             return
         if self.group is None:
-            accumulate_gradient(bucket.members[parameter], _take_gradient(parameter))
+            accumulate_gradient(bucket.members[position][1], _take_gradient(parameter))
             return
         if self.accumulating:
             return
         if not self.queued and not self.outlives_backward:
             self.queued = True
             at_end_of_backward(self._finish)
-        bucket.ready[parameter] = _take_gradient(parameter)
+        bucket.ready[position] = _take_gradient(parameter)
         if len(bucket.ready) == len(bucket.members):
             bucket.start(self.group)
             self.started.append(bucket)
@@ -166,8 +166,8 @@ class GradientBuckets:
         (on all ranks alike), and that only an earlier micro-batch reached."""
         for bucket in self.buckets:
             if bucket.flat is None:
-                left = [parameter for parameter in bucket.members if parameter.grad is not None]
-                bucket.ready |= {parameter: _take_gradient(parameter) for parameter in left}
+                left = [(at, parameter) for at, (parameter, _) in enumerate(bucket.members) if parameter.grad is not None]
+                bucket.ready |= {at: _take_gradient(parameter) for at, parameter in left}
             if bucket.ready and bucket.flat is None:
                 bucket.start(self.group)
                 self.started.append(bucket)
@@ -187,7 +187,7 @@ class GradientBuckets:
         earlier micro-batches. What outlives a backward may be of the window before."""
         for bucket in self.started if self.outlives_backward else self.buckets:
             bucket.clear()
-            for parameter in () if self.outlives_backward else bucket.members:
+            for parameter, _ in () if self.outlives_backward else bucket.members:
                 parameter.grad = None
         self.started, self.queued, self.accumulating = [], False, False
 

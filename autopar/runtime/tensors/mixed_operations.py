@@ -50,7 +50,7 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        if not any(_is_whole(each) for each in flat(args)) or in_backward():
+        if not any(map(_is_whole, flat(args))) or in_backward():
             return usual(op, args, kwargs)
         return _mixed(usual, op, args, kwargs)
 
@@ -65,7 +65,7 @@ def _copy_all(op: Any, args: Any, kwargs: Any) -> None:
 
 def _is_whole(value: Any) -> bool:
     """Return whether it is an ordinary tensor of more than one number (DTensor takes numbers itself)."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+    return not isinstance(value, DTensor) and isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> Any:

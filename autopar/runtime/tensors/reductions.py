@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
-from ..compat.dtensor import has_empty_part, loss_decompositions, on_whole_tensors, usual_operation, whole
+from ..compat.dtensor import has_empty_part, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
-from ..state.gradient import flat
+from ..state.gradient import flat, whole_norms
 
 _NO_SUMS = (
     *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist", "norm", "linalg_vector_norm"),
-    *("_foreach_norm", "_foreach_max"),
+    "_foreach_max",
     "embedding",  # rows of other ranks are left out by a mask, which a sum of the result forgets
 )
 
@@ -29,6 +29,7 @@ def reduce_rightly() -> AbstractContextManager[None]:
     handlers: dict[Any, Any] = {op: _run_function(function) for op, function in loss_decompositions().items()}
     for packet in (getattr(torch.ops.aten, name) for name in _NO_SUMS):
         handlers.update((getattr(packet, each), _reduce) for each in packet.overloads() if "out" not in each)
+    handlers[torch.ops.aten._foreach_norm.Scalar] = _list_norms
     handlers[torch.ops.aten._is_any_true.default] = _run_function(torch.any)  # detect_anomaly() asks it; 2.13.0 has no rule
     handlers[torch.ops.aten._is_all_true.default] = _run_function(torch.all)
     return shard_operations(handlers)
@@ -43,3 +44,12 @@ def _reduce(op: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(each, DTensor) and has_empty_part(each) for each in flat(args)):
             return on_whole_tensors(op, args, kwargs)  # a rank without elements has no maximum
         return tree_map_only(DTensor, whole, usual_operation(op, args, kwargs))
+
+
+def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:
+    tensors, *order = args
+    mesh = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
+    if kwargs or len(order) > 1 or not all(isinstance(each, DTensor) and each.device_mesh == mesh for each in tensors):
+        return _reduce(op, args, kwargs)
+    norms = whole_norms(tensors, *order).unbind()
+    return [replicated(norm.to(each.dtype), each.device_mesh) for norm, each in zip(norms, tensors, strict=True)]

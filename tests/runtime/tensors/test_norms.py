@@ -1,0 +1,63 @@
+"""Norms of a list of gradients are those of the whole tensors, by one all-reduce for each axis that they are sharded on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from support.harness.rank_pool import RankPool
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from autopar.runtime.patches import apply_patches
+from autopar.runtime.state.gradient import as_gradient
+
+PLACES = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+PLACES += [(Replicate(), Shard(1))]
+
+
+def gradients() -> tuple[list[torch.Tensor], list[DTensor]]:
+    """Whole tensors, of which some have an empty part on some ranks, and the same as gradients of sharded parameters."""
+    apply_patches()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    whole = [torch.randn(5, 4, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64), torch.ones(4, 1)] * len(PLACES)
+    placed = zip(whole, sorted(PLACES * 3, key=str), strict=True)
+    return whole, [as_gradient(distribute_tensor(each, mesh, places), None, "") for each, places in placed]
+
+
+def norms_of_all_orders() -> list[str]:
+    """On a rank: what differs."""
+    whole, shards = gradients()
+    wrong = []
+    for order in (2.0, 1.0, 3.5, math.inf, 0.0, -2.0, -math.inf):
+        for one, other in zip(torch._foreach_norm(shards, order), torch._foreach_norm(whole, order), strict=True):
+            rtol = 1e-6 if other.dtype == torch.float32 else 1e-12
+            if one.dtype != other.dtype or isinstance(one, DTensor) or not torch.allclose(one, other, rtol=rtol):
+                wrong.append(f"order {order}: {one} and {other}")
+        total, expected = nn.utils.get_total_norm(shards, order), nn.utils.get_total_norm(whole, order)
+        if not torch.allclose(total, expected, rtol=1e-6):
+            wrong.append(f"order {order}: {total} and {expected} of all")
+    return wrong
+
+
+def test_norms_are_those_of_whole_tensors(ranks: RankPool) -> None:
+    for wrong in ranks.run(norms_of_all_orders, world=4):
+        assert not wrong
+
+
+def collectives_of_a_clip() -> int:
+    """On a rank: how many torch's own functions take, of 15 parameters."""
+    parameters = []
+    for gradient in gradients()[1]:
+        parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+        parameters[-1].grad = gradient
+    with CommDebugMode() as counted:
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        nn.utils.get_total_norm(parameters)
+    return int(counted.get_total_counts())
+
+
+def test_one_all_reduce_for_each_axis(ranks: RankPool) -> None:
+    assert ranks.run(collectives_of_a_clip, world=4) == [8] * 4  # of two axes, for each of two dtypes, twice
