@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
 from autopar.software.configuration import Configuration
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.result import PlanResult
 from autopar.solve.space.grid import GridPoint

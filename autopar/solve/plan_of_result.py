@@ -15,8 +15,8 @@ from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.ir.units import tokens_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.pins import Constraints
 from autopar.solve.result import PlanResult
 

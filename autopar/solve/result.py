@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.space.grid import GridPoint
 
 

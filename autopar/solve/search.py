@@ -13,8 +13,8 @@ from autopar.ir.graph import Graph
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.mesh.mesh_search import MeshSearch
 from autopar.solve.offload_optimizer import with_offloaded_optimizer
 from autopar.solve.pipeline.least_memory import least_memory_pipeline

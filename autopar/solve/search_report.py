@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.describe import cut_short_text
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
 from autopar.solve.problem.forced_axes import forced_axes, forced_axis_notes
 from autopar.solve.problem.pins import constraint_texts

@@ -13,8 +13,8 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.rules.registry import default_registry
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import Problem

@@ -14,8 +14,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.grid import devices_per_node, grid_points

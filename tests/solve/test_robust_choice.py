@@ -16,8 +16,8 @@ from autopar.ir.plan import Candidate
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import complexity, robust_choice
 from autopar.solve.space.grid import GridPoint

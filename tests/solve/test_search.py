@@ -14,8 +14,8 @@ from autopar.errors import AutoparError, BatchError, ClusterError, Infeasible, U
 from autopar.ir.plan import Precision
 from autopar.ir.verify import verify_candidate
 from autopar.solve.fixed.baselines import baselines
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search

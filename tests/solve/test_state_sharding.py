@@ -16,9 +16,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.problem import build_problem
 from autopar.solve.search import search
 from autopar.solve.space.grid import GridPoint

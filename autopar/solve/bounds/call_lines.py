@@ -14,8 +14,8 @@ from autopar.operations.losses import runs_in_chunks
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.bounds.frontier import ROUNDING, Frontier, SavedLine
-from autopar.solve.ilp.linear_model import LinearModel
-from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.linear_model import LinearModel, Status
+from autopar.solve.ilp.solver import solve
 from autopar.solve.problem.problem import Problem
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)

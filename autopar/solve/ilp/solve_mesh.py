@@ -15,8 +15,9 @@ from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.decode import decode, trim_offload
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
+from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint

@@ -11,7 +11,7 @@ from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.forked import Lookahead
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.problem.problem import Problem, with_zero_group

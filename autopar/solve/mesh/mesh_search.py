@@ -13,8 +13,8 @@ from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.mesh.mesh_bounds import MeshBounds, bound_by_flow
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
