@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.options import LossFunction
 from autopar.capture.tracing.decode import inference
-from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph
