@@ -60,8 +60,8 @@ def test_solving_every_point_finds_nothing_better(text: str, memory_bytes: int) 
     for point in every:
         attempt = MeshSolver(graph, tables.problem(point), (), 1e-6, MeshSolution(point))
         attempt.solve_with_memory(20.0)
-        if attempt.result.solved and attempt.result.evaluation is not None:
-            steps.append(attempt.result.evaluation.step_seconds)
+        if attempt.result.solved and attempt.result.plan is not None:
+            steps.append(attempt.result.plan.evaluation.step_seconds)
     best = min(steps)
     assert result.lower_bound_seconds <= best * (1 + 1e-9)
     assert best >= result.evaluation.step_seconds * (1 - result.gap - 1e-6)

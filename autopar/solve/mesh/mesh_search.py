@@ -79,10 +79,8 @@ class MeshSearch:
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
 
         def solve(each: SearchPoint) -> MeshSolution | None:
-            solution = plans.fastest_fitting(each.point)
-            if solution is not None:
-                solution.bound_seconds = each.bound_seconds
-            return solution
+            plan = plans.fastest_fitting(each.point)
+            return plan.solution(each.bound_seconds) if plan is not None else None
 
         order = [each for each in state.pending_points(points) if state.is_large(each)]
         with Lookahead(solve, state.options.processes) as ahead:
