@@ -17,10 +17,10 @@ from torch import nn
 from autopar.capture import current_autocast
 from autopar.capture.modes import CapturedModes
 from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.options import LossFunction
 from autopar.capture.results.returned import LOSS
 from autopar.capture.state.reads import recorded_reads
 from autopar.capture.tracing.fake_copy import copy_without_data
-from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
 from autopar.explain.expert_prices import ExpertPrices

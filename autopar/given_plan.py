@@ -15,8 +15,8 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.normalize.batch_norm import LOCAL
+from autopar.capture.options import LossFunction
 from autopar.capture.results.returned import LOSS, asked_loss, parse_asked, within
-from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.cost_models.step.evaluate import async_tp_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.tracing.loss_only import LossFunction
+from autopar.capture.options import LossFunction
 from autopar.cost_models.state.optimizers import check_optimizer
 from autopar.errors import AutoparError
 from autopar.ir.names import LONGEST

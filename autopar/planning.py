@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.options import LossFunction
 from autopar.capture.tracing.decode import inference
-from autopar.capture.tracing.loss_only import LossFunction
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph
@@ -40,7 +40,7 @@ from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.fixed.seeds import may_seed, with_seeds
-from autopar.solve.forked import Meanwhile
+from autopar.solve.forked import Lookahead
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.plan_of_result import plan_of_result
@@ -193,9 +193,10 @@ def _search_plans(
         if progress is not None:
             progress(f"the search was done before: plan from {cache}")
         return (stored,)
-    with Meanwhile(by_hand, options.processes) as priced:
-        result = search(graph, cluster, search_options, progress)
-        recipes = priced.result()
+    search_here = partial(search, graph, cluster, search_options, progress)
+    with Lookahead[Callable[[], Any], Any](lambda function: function(), options.processes) as ahead:
+        result: PlanResult = ahead.result(search_here, [by_hand])
+        recipes: Sequence[PricedRecipe] = ahead.result(by_hand)
     if may_seed(search_options):
         recipes = with_stage_seeds(recipes, graph, cluster, search_options, result.evaluation.step_seconds)
     result = with_seeds(search_options, result, seeds_of(recipes))

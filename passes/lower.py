@@ -75,27 +75,18 @@ def lower(graph: Graph, candidate: Candidate, dump: Dump | None = None, *, uneve
     placements = _input_placements(graph, candidate)
     context = Context(candidate.mesh, candidate.blocks[0], candidate.precision, batch, uneven=uneven)
     return Lowered(
-        name=graph.name,
-        mesh=candidate.mesh,
-        precision=candidate.precision,
+        graph=graph,
+        candidate=candidate,
         batch=batch,
         inputs=tuple(localize_value(value, placements[value.name], context) for value in graph.inputs),
         input_placements=tuple((value.name, _placement_texts(placements[value.name], candidate)) for value in graph.inputs),
         blocks=blocks,
-        calls=graph.calls,
-        loss=graph.loss,
-        fingerprint=graph.fingerprint,
-        micro_batches=candidate.micro_batches,
-        zero_group=candidate.zero_group,
         total_calls=split.calls,
         total_ops=split.ops,
         chunks=_chunks(staged, context),
         schedule=schedule,
-        weight_versions=candidate.pipeline.weight_versions,
         outputs=_outputs(graph, candidate),
-        interface=graph.interface,
         uneven=uneven,
-        forward_only=graph.forward_only,
     )
 
 
@@ -170,10 +161,7 @@ def _lower_block(block: Block, candidate: Candidate, batch: int, uneven: bool, d
         verify(state, context, each.name)
         if dump is not None:
             dump(f"{block.name}.{number:02d}.{each.name}", str(state))
-    specs = _stored_parameters(block, candidate)
-    return LoweredBlock(
-        state.block, specs, plan.zero, plan.recompute, state.recomputed, state.offloaded, state.partitioned
-    )  # fmt: skip
+    return LoweredBlock(state, _stored_parameters(block, candidate), plan.zero, plan.recompute)
 
 
 def captured_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:

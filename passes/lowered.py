@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import Block, Call, Node, Value
-from autopar.ir.interface import Interface
-from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Precision
+from autopar.ir.graph import Block, Call, Graph, Node, Value
+from autopar.ir.plan import Candidate
 from autopar.ir.schedule import Schedule
 from autopar.ir.text import format_block
+from autopar.passes.base import BlockState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +28,26 @@ class StoredParameter:
 
 @dataclass(frozen=True, slots=True)
 class LoweredBlock:
-    """A block of local sizes; `specs` are in the order of ``block.parameters``.
+    """A block of local sizes as the last pass leaves it; `specs` are in the order of ``block.parameters``. `recompute`: full
+    recomputation, only the inputs are saved for the backward."""
 
-    `recompute`: full recomputation, only the inputs are saved for the backward. Selective: the backward recomputes the values
-    `recomputed`, `offloaded` are in host memory between forward and backward, and of `partitioned`, (value, axis), each rank of
-    the axis saves one part.
-    """
-
-    block: Block
+    state: BlockState
     specs: tuple[StoredParameter, ...]
     zero: int
-    recompute: bool = False
-    recomputed: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-    partitioned: frozenset[tuple[str, str]] = frozenset()
+    recompute: bool
+
+    @property
+    def block(self) -> Block:
+        return self.state.block
 
     @property
     def selective(self) -> bool:
         """Whether recomputation, offload or partition is decided value by value."""
-        return bool(self.recomputed or self.offloaded or self.partitioned)
+        return bool(self.state.recomputed or self.state.offloaded or self.state.partitioned)
 
     def recomputes(self, node: Node) -> bool:
         """Return whether the backward recomputes this node."""
-        return any(value.name in self.recomputed for value in node.outputs)
+        return any(value.name in self.state.recomputed for value in node.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,61 +76,36 @@ class Lowered:
     """The program of one rank.
 
     Attributes:
-        mesh: the mesh of one pipeline stage.
+        graph, candidate: the graph and its plan as they are cut into chunks, of global sizes.
         batch: the micro-batch of one data-parallel rank, in examples.
         uneven: data ranks have shards of the batch that differ by one example, of which `batch` is the largest.
         inputs: the inputs of the batch, with local shapes.
-        calls: the calls of the whole model in order.
         total_calls: calls that run for all micro-batches before the first forward, for totals over the whole batch. Each of their
             results is reduced over the micro-batches by the operation in `total_ops` (sum, max, min), and is then an input of the
             program too.
         chunks: the model chunks of all stages in the model's order.
         schedule: the actions of each pipeline rank, communication included; None without a pipeline.
         outputs: what the program returns beside the loss.
-        forward_only: nothing trains, and no backward runs.
     """
 
-    name: str
-    mesh: Mesh
-    precision: Precision
+    graph: Graph
+    candidate: Candidate
     batch: int
     inputs: tuple[Value, ...]
     input_placements: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     blocks: tuple[LoweredBlock, ...]
-    calls: tuple[Call, ...]
-    loss: str
-    fingerprint: str = ""
-    micro_batches: int = 1
-    zero_group: int = 0
     total_calls: tuple[Call, ...] = ()
     total_ops: tuple[str, ...] = ()
     chunks: tuple[LoweredChunk, ...] = ()
     schedule: Schedule | None = None
-    weight_versions: int = 1
     outputs: tuple[LoweredOutput, ...] = ()
-    interface: Interface | None = None
     uneven: bool = False
-    forward_only: bool = False
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The names that the program returns."""
-        return (self.loss, *(output.value for output in self.outputs))
-
-    @property
-    def stages(self) -> int:
-        """The number of pipeline stages."""
-        return len(self.schedule.ranks) if self.schedule is not None else 1
-
-    @property
-    def devices(self) -> int:
-        """The number of devices of all stages."""
-        return self.mesh.size * self.stages
 
     @property
     def whole_mesh(self) -> str:
         """The mesh as text, the pipeline axis included."""
-        return str(self.mesh) if self.schedule is None else f"pp={self.stages} x {self.mesh}"
+        mesh, stages = self.candidate.mesh, self.candidate.pipeline.stages
+        return str(mesh) if stages == 1 else f"pp={stages} x {mesh}"
 
     @property
     def all_calls(self) -> tuple[Call, ...]:
@@ -144,14 +115,14 @@ class Lowered:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """All mesh axes with their sizes, the pipeline axis first."""
-        own = tuple((axis.name, axis.size) for axis in self.mesh.axes)
-        return own if self.schedule is None else (("pp", self.stages), *own)
+        own = tuple((axis.name, axis.size) for axis in self.candidate.mesh.axes)
+        return own if self.schedule is None else (("pp", self.candidate.pipeline.stages), *own)
 
     def block(self, name: str) -> LoweredBlock:
         return next(each for each in self.blocks if each.block.name == name)
 
     def __str__(self) -> str:
         calls = "".join(
-            f"{', '.join(call.outputs)} = {call.block}[{call.prefix}]({', '.join(call.inputs)})\n" for call in self.calls
+            f"{', '.join(call.outputs)} = {call.block}[{call.prefix}]({', '.join(call.inputs)})\n" for call in self.graph.calls
         )
         return "\n".join(format_block(each.block) for each in self.blocks) + "\n" + calls

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.export import LOSS_OUTSIDE, CaptureOptions, Export
+from autopar.capture.export import LOSS_OUTSIDE, Export
+from autopar.capture.options import CaptureOptions, LossFunction
 from autopar.capture.tracing.fake_copy import device_of
-from autopar.capture.tracing.loss_only import LossFunction
 from autopar.ir.graph import Graph
 from autopar.runtime.device.autocast import autocast_of
 

@@ -4,7 +4,8 @@ symbols, which numbers replace when a length comes: one export for all lengths."
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from autopar.capture.bind import BatchDim, batch_of
+from autopar.capture.bind import batch_of
 from autopar.capture.convert import BatchIsDivided, flatten_program
 from autopar.capture.flat import FlatGraph
 from autopar.capture.float8 import with_float8_products
@@ -20,8 +21,8 @@ from autopar.capture.fold_layers import fold
 from autopar.capture.normalize import normalize
 from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
+from autopar.capture.options import CaptureOptions
 from autopar.capture.tracing.data.batch_questions import Question, batch_conditions
-from autopar.capture.tracing.loss_only import LossFunction, Results
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
@@ -32,22 +33,6 @@ LEFT_OUT = "these checks of data are not made:"
 LOSS_OUTSIDE = (
     "the loss is computed outside of the program: neither pipelines nor micro-batches (loss_fn= puts it into the program)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
-    """The options of `autopar.capture.capture`."""
-
-    compute_dtype: str | None = None
-    allowed_functions: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    batch_norm: str = "global"
-    dropout: bool = True
-    loss_fn: LossFunction | None = None
-    usual_kind: str = ""
-    batch_dim: BatchDim = None
-    autocast: str = ""
-    float8: bool = False
 
 
 class Export:
@@ -67,17 +52,15 @@ class Export:
         if options.batch_norm not in ("global", "local"):
             raise CaptureError(f"batch_norm={options.batch_norm!r} is not known: write global or local")
         self.model, self.options = model, options
-        local = options.batch_norm == "local"
-        results = Results(options.outputs, options.usual_kind, options.loss_fn, options.batch_dim, options.autocast, local)
-        given = (model, args, kwargs, options.compute_dtype, options.allowed_functions)
+        attempt = partial(trace, model, args, kwargs, options, open_dims)
         try:
-            self._take(trace(*given, results=results, open_dims=open_dims), open_dims or {})
+            self._take(attempt(), open_dims)
         except CannotOutline:
-            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims), open_dims or {})
+            self._take(attempt(outlined=False), open_dims)
         except BatchIsDivided:
-            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims, fixed_batch=True), open_dims or {})
+            self._take(attempt(outlined=False, fixed_batch=True), open_dims)
         if not self._answers():  # a batch of 1 was traced as 2
-            self._take(trace(*given, outlined=False, results=results, open_dims=open_dims, fixed_batch=True), open_dims or {})
+            self._take(attempt(outlined=False, fixed_batch=True), open_dims)
 
     def _answers(self, sizes: Mapping[sympy.Symbol, int] | None = None) -> bool:
         """Return whether the forward's questions about sizes have the answers of the trace: for these sizes, or the example's."""
@@ -87,7 +70,7 @@ class Export:
             for question in self.traced.questions
         )
 
-    def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]]) -> None:
+    def _take(self, traced: Traced, open_dims: Mapping[str, tuple[int, ...]] | None) -> None:
         self.traced, self.lengths = _with_final_symbols(traced), _lengths(traced, open_dims) if open_dims else {}
         self.graph = self._graph(self.lengths, traced.batch)
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.bind import batch_of, bind_inputs
-from autopar.capture.export import CaptureOptions, Export, input_shapes
+from autopar.capture.export import Export, input_shapes
+from autopar.capture.options import CaptureOptions
 from autopar.capture.tracing.guards import refuse_complex, refuse_hooks
 from autopar.doctor import findings
 from autopar.doctor.findings import KINDS, Finding

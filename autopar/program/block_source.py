@@ -98,10 +98,10 @@ def split_backward_nodes(block: Block) -> frozenset[str]:
 
 def _saved_elsewhere(lowered_block: LoweredBlock, names: Iterable[str]) -> list[str]:
     """The lines of those of these values that are offloaded, or saved in parts."""
-    axes = dict(lowered_block.partitioned)
+    axes = dict(lowered_block.state.partitioned)
     lines = []
     for name in names:
-        lines += [f"recompute.offload({name})  # saved in host memory"] * (name in lowered_block.offloaded)
+        lines += [f"recompute.offload({name})  # saved in host memory"] * (name in lowered_block.state.offloaded)
         if name in axes:
             lines.append(f"recompute.partition({name}, {axes[name]})  # each rank of {axes[name]} saves a part")
     return lines
@@ -140,9 +140,9 @@ class _Forward:
         return operands | {*self.block.outputs, *(value for _, value in self.block.updates)}
 
     def _check_names(self) -> None:
-        block, axes = self.block, [*self.lowered.mesh.names, *(axis for _, axis in self.lowered_block.partitioned)]
+        block, partitioned = self.block, self.lowered_block.state.partitioned
         made = [value.name for values in (block.inputs, *(node.outputs for node in block.nodes)) for value in values]
-        check_identifiers([*made, *axes])
+        check_identifiers([*made, *self.lowered.candidate.mesh.names, *(axis for _, axis in partitioned)])
         check_attributes(attribute_of(spec.path) for spec in self.lowered_block.specs)
         for name in (self._read | {buffer for buffer, _ in block.updates}) - {*made}:
             if not any(parameter.value.name == name for parameter in block.parameters):
@@ -157,8 +157,8 @@ class _Forward:
 
     def _header(self) -> list[str]:
         used = {str(dict(node.kwargs).get("axis")) for node in self.block.nodes}
-        used |= {axis for _, axis in self.lowered_block.partitioned}
-        lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.mesh.names if axis in used]
+        used |= {axis for _, axis in self.lowered_block.state.partitioned}
+        lines = [f"{axis} = self.mesh.{axis}" for axis in self.lowered.candidate.mesh.names if axis in used]
         args = [arg for node in self.block.nodes for arg in (*node.args, *(v for _, v in node.kwargs))]
         symbols = [leaf for leaf in leaves(tuple(args)) if isinstance(leaf, Symbol)]
         if self.lowered.uneven:

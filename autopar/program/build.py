@@ -67,10 +67,10 @@ def render(lowered: Lowered, runtime: str = RUNTIME) -> str:
 
 def _docstring(lowered: Lowered) -> str:
     zero = sorted({f"{block.zero}" for block in lowered.blocks})
-    precision = lowered.precision
+    candidate = lowered.candidate
+    precision, dp, parts = candidate.precision, candidate.mesh.size_of("dp"), candidate.micro_batches
     numbers = precision.compute if precision.compute == precision.master else f"{precision.compute} over {precision.master}"
-    what = f"{lowered.name} on {lowered.whole_mesh}: ZeRO {', '.join(zero)}, {numbers}"
-    dp, parts = lowered.mesh.size_of("dp"), lowered.micro_batches
+    what = f"{lowered.graph.name} on {lowered.whole_mesh}: ZeRO {', '.join(zero)}, {numbers}"
     batch = "the micro-batch" if parts > 1 else "the batch"
     times = f" in {parts} micro-batches" if parts > 1 else ""
     whose = f"{lowered.batch} of {lowered.batch * dp * parts} in the plan{times}"
@@ -86,7 +86,7 @@ def _docstring(lowered: Lowered) -> str:
 def _program_class(lowered: Lowered) -> list[str]:
     """The lines of the program's class."""
     names = {value.name: value.name for value in lowered.inputs}
-    writer = CallsWriter(lowered, lowered.calls, lowered.results, names)
+    writer = CallsWriter(lowered, lowered.graph.calls, lowered.graph.results, names)
     totals = write_totals(lowered, names, writer)
     writer.write()
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
@@ -98,9 +98,9 @@ def _program_class(lowered: Lowered) -> list[str]:
         *program_attributes(lowered, totals),
         "",
         *writer.init_method(),
-        *batch_method(lowered.interface),
+        *batch_method(lowered.graph.interface),
         *totals.method(lowered),
         f"{INDENT}def forward(self{arguments}{''.join(f', {name}' for name in totals.names)}):",
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
-        f"{INDENT * 2}return {return_values((names[value] for value in lowered.results), lowered.outputs)}",
+        f"{INDENT * 2}return {return_values((names[value] for value in lowered.graph.results), lowered.outputs)}",
     ]

@@ -49,16 +49,15 @@ def export_program(
     `batch` is a global batch by input name; without it a random one is written. `compiled`: the script
     compiles blocks on GPUs, unless it is told not to. `certificate` is the text of certificate.json.
     """
-    if lowered.interface is not None and not lowered.interface.has_loss:
-        raise PlanError(f"{lowered.name} returns no loss, which its training script needs: return it from the model's forward")
+    name, mesh, ranks = lowered.graph.name, lowered.whole_mesh, lowered.candidate.devices
+    if not lowered.graph.has_loss:
+        raise PlanError(f"{name} returns no loss, which its training script needs: return it from the model's forward")
     whole = next((str(node.args[1]) for block in lowered.blocks for node in block.block.nodes if node.op == OPAQUE), "")
     if whole:
         raise PlanError(
-            f"{lowered.name} calls the module {whole}, which autopar.opaque left whole: an exported folder cannot hold "
+            f"{name} calls the module {whole}, which autopar.opaque left whole: an exported folder cannot hold "
             "its code; run the plan with autopar.parallelize(model, ..., plan=...), or write it without control flow on data"
         )
-    ranks = lowered.devices
-    name, mesh = lowered.name, lowered.whole_mesh
     with export_folder(directory, overwrite) as folder:
         (folder / "program.py").write_text(render(lowered, "runtime"), encoding="utf-8")
         (folder / "plan.json").write_text(plan_json, encoding="utf-8")
@@ -82,7 +81,7 @@ def _copy_runtime(target: Path) -> None:
 
 def global_input_shapes(lowered: Lowered) -> dict[str, tuple[int, ...]]:
     """The shapes of the planned global batch by input name."""
-    ranks = lowered.mesh.size_of(DATA_AXIS) * lowered.micro_batches
+    ranks = lowered.candidate.mesh.size_of(DATA_AXIS) * lowered.candidate.micro_batches
     out = {}
     for value, (name, texts) in zip(lowered.inputs, lowered.input_placements, strict=True):
         shape = list(dims.shape_at(value.shape, lowered.batch))
@@ -115,7 +114,7 @@ def random_batch(lowered: Lowered) -> dict[str, torch.Tensor]:
 def _index_bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
     """(input, bound) for each integer input of the batch that indexes an embedding table or the classes of a loss."""
     inputs = {value.name for value in lowered.inputs}
-    for call in lowered.calls:
+    for call in lowered.graph.calls:
         each = lowered.block(call.block)
         block, values = each.block, each.block.values()
         specs = {p.value.name: spec for p, spec in zip(block.parameters, each.specs, strict=True)}
@@ -134,7 +133,7 @@ def _index_bounds(lowered: Lowered) -> Iterator[tuple[str, int]]:
             elif operation(node.op).loss:
                 axis = dict(node.kwargs).get("axis")
                 classes = values[operands[0]].shape[-1]
-                ranks = lowered.mesh.size_of(axis) if isinstance(axis, str) else 1
+                ranks = lowered.candidate.mesh.size_of(axis) if isinstance(axis, str) else 1
                 yield from ((root, dims.size_at(classes, 1) * ranks) for root in roots.get(operands[1], set()))
 
 

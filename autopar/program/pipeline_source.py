@@ -28,7 +28,7 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
     chunks = [_chunk_class(lowered, number, chunk, known, between, schedule) for number, chunk in enumerate(lowered.chunks)]
     arguments = "".join(f", {value.name}" for value in lowered.inputs)
     stale = f"{INDENT}weight_versions = 2  # gradients are those of the weights before the last update"
-    versions = [stale] if lowered.weight_versions > 1 else []
+    versions = [stale] if lowered.candidate.pipeline.weight_versions > 1 else []
     batch_size = batch_size_source((value.name, value.shape) for value in lowered.inputs)
     program = [
         "class Program(Base):",
@@ -46,7 +46,7 @@ def pipeline_classes(lowered: Lowered, schedule: Schedule) -> list[list[str]]:
         f"{INDENT}loss_dtype = {quoted(lowered.chunks[-1].sends[0].dtype)}",
         "",
         *writer.init_method(),
-        *batch_method(lowered.interface),
+        *batch_method(lowered.graph.interface),
         *totals.method(lowered),
         f"{INDENT}def micro_batch_size(self{arguments}):",
         f'{INDENT * 2}"""B, of one micro-batch."""',

@@ -47,33 +47,33 @@ def write_totals(lowered: Lowered, names: dict[str, str], writer: CallsWriter) -
 
 def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:
     """The lines of the class attributes; those with an empty text are left out."""
-    inputs, precision, offload = lowered.inputs, lowered.precision, lowered.precision.offload_optimizer
+    graph, candidate, inputs = lowered.graph, lowered.candidate, lowered.inputs
+    precision, offload = candidate.precision, candidate.precision.offload_optimizer
     shapes = (
         repr(tuple(None if isinstance(n, str) or dim in sharded else n for dim, n in enumerate(value.shape)))
         for value, sharded in zip(inputs, map(_data_sharded_dims, lowered.input_placements), strict=True)
     )
     names = [value.name for value in inputs]
-    stand_in = lowered.interface is not None and not lowered.interface.has_loss
     rows = (
         ("mesh_axes", _dict((name, str(size)) for name, size in lowered.axes), ""),
         ("input_placements", _block((name, _placements(at)) for name, at in lowered.input_placements), ""),
         ("input_shapes", _dict(zip(names, shapes, strict=True)), "None: any batch"),
         ("input_dtypes", _dict((value.name, quoted(value.dtype)) for value in inputs), ""),
         ("differentiable_inputs", _tuple(v.name for v in inputs if v.differentiable), "gradients flow into them"),
-        *_interface_rows(lowered.interface),
+        *_interface_rows(graph.interface),
         ("outputs", _block(((o.path, _placements(o.placements)) for o in lowered.outputs), "returned after the loss"), ""),
         ("output_kinds", *_wrapped({each.path: each.kind for each in lowered.outputs}, "how they come back")),
-        ("has_loss", "False" * stand_in, "the loss is a stand-in, which nobody gets"),
+        ("has_loss", "False" * (not graph.has_loss), "the loss is a stand-in, which nobody gets"),
         ("precision", f"({quoted(precision.compute)}, {quoted(precision.master)})", "compute, stored"),
         ("reduce_dtype", precision.reduce and quoted(precision.reduce), "in which gradients are summed over the data axis"),
-        ("micro_batches", str(lowered.micro_batches) * (lowered.micro_batches > 1), ""),
+        ("micro_batches", str(candidate.micro_batches) * (candidate.micro_batches > 1), ""),
         (
             "zero_group",
-            str(lowered.zero_group) * (0 < lowered.zero_group < lowered.mesh.size_of("dp")),
+            str(candidate.zero_group) * (0 < candidate.zero_group < candidate.mesh.size_of("dp")),
             "neighbouring data ranks that shard one copy of the state",
         ),
         ("offload_optimizer", offload and quoted(offload), "between steps its state lies there"),
-        ("forward_only", "True" * lowered.forward_only, "nothing trains: no backward runs"),
+        ("forward_only", "True" * graph.forward_only, "nothing trains: no backward runs"),
         ("totals", _dict(zip(totals.names, map(quoted, totals.ops), strict=True)), "over all micro-batches, before the first"),
     )
     return [f"{INDENT}{name} = {text}{f'  # {comment}' if comment else ''}" for name, text, comment in rows if text]

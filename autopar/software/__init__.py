@@ -3,6 +3,6 @@
 Start in `record` (what a software is: knobs, rules with sources, files) and `known` (one file each). `configuration` has the
 common words, `space` lists settings, `pricer` and `search` price and rank them, `choose` answers ``plan --for``, `fit` reads
 somebody's file, `spending` compares clusters. `by_hand` is the one interface of planning: recipes as experts run them beside a
-plan, with `stage_points` and runs that were `measured`. `stacks` says who runs what with which constants. Imports `decoders`, the
+plan, with `stage_points` and runs that were measured. `stacks` says who runs what with which constants. Imports `decoders`, the
 cost models and fixed configurations of the search, which knows nothing of this.
 """

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rules.registry import default_registry
 from autopar.software.configuration import Configuration
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.stage_search import StageSearch
 from autopar.solve.result import PlanResult
 from autopar.solve.space.grid import GridPoint
@@ -57,18 +57,17 @@ def stage_seed(point: GridPoint, virtual: int, graph: Graph, cluster: Cluster, o
     search = StageSearch(graph, cluster, free, ProblemTables(graph, cluster, free, registry), lambda: inf)
     try:
         (option,) = schedule_options(graph, point, {"virtual": virtual}, "1f1b")
-        found = search.solve_point(point, option)
+        plan = search.solve_point(point, option)
     except AutoparError:
         return None
-    if found is None or found.candidate is None or found.evaluation is None:
+    if plan is None:
         return None
-    seconds = found.evaluation.step_seconds
     return PlanResult(
-        graph=found.graph or graph,
-        candidate=found.candidate,
-        evaluation=found.evaluation,
+        graph=plan.graph or graph,
+        candidate=plan.candidate,
+        evaluation=plan.evaluation,
         status=Status.FEASIBLE,
-        lower_bound_seconds=seconds,
+        lower_bound_seconds=plan.evaluation.step_seconds,
         gap=0.0,
-        solutions=(found,),
+        solutions=(plan.solution(),),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +19,6 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_NUMBER_BYTES = 4
 
 
 def able_processes(processes: int) -> int:
@@ -54,7 +51,8 @@ class ForkedCall(Generic[R]):
             answer: R = self._receiving.recv()
         except EOFError:
             answer = self.function()
-        self.cancel()
+        finally:
+            self.cancel()
         return answer
 
     def cancel(self) -> None:
@@ -62,50 +60,6 @@ class ForkedCall(Generic[R]):
         self._receiving.close()
         self._process.kill()
         self._process.join()
-
-
-class Meanwhile(Generic[R]):
-    """A context of a call of ``function()`` on a copy of this process where there may be two, else here, once it is asked for."""
-
-    def __init__(self, function: Callable[[], R], processes: int) -> None:
-        self.function = function
-        self._call = ForkedCall(function) if able_processes(processes) > 1 else None
-
-    def result(self) -> R:
-        return self._call.result() if self._call is not None else self.function()
-
-    def __enter__(self) -> Meanwhile[R]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
-
-def forked_map(function: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """Return ``[function(item) for item in items]`` on this process and up to `processes` - 1 copies, each taking the next item
-    when it is done with one. Raises what `function` raises."""
-    copies_wanted = min(able_processes(processes), len(items)) - 1
-    if copies_wanted < 1:
-        return [function(item) for item in items]
-    numbers = _numbers(len(items))
-
-    def work() -> dict[int, R]:
-        return {number: function(items[number]) for number in _taken(numbers)}
-
-    copies: list[ForkedCall[dict[int, R]]] = []
-    done: dict[int, R] = {}
-    try:
-        copies += [ForkedCall(work) for _ in range(copies_wanted)]
-        done.update(work())
-        for copy in copies:
-            done.update(copy.result())
-    finally:
-        os.close(numbers)
-        for copy in copies:
-            copy.cancel()
-    # a copy that fails has taken what nobody brings back
-    return [done[number] if number in done else function(items[number]) for number in range(len(items))]
 
 
 class Lookahead(Generic[T, R]):
@@ -149,16 +103,3 @@ class Lookahead(Generic[T, R]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for _, copy in self._ahead.values():
             copy.cancel()
-
-
-def _numbers(count: int) -> int:
-    """A pipe with the numbers of all items, from which every process reads the next one."""
-    reading, writing = os.pipe()
-    os.write(writing, b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in range(count)))
-    os.close(writing)
-    return reading
-
-
-def _taken(numbers: int) -> Iterator[int]:
-    while number := os.read(numbers, _NUMBER_BYTES):
-        yield int.from_bytes(number, "little")

@@ -19,7 +19,7 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Placement, Placements, Replicate, Shard
 from autopar.ir.plan import Candidate
 from autopar.rules.registry import default_registry
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.result import PROVEN_GAP, PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.grid import dispatches_tokens

@@ -15,8 +15,8 @@ from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.ir.units import tokens_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.pins import Constraints
 from autopar.solve.result import PlanResult
 
@@ -113,8 +113,8 @@ def _search(result: PlanResult, constrained: Constraints) -> SearchInfo:
             mesh=str(each),
             status=str(each.status),
             bound_seconds=each.bound_seconds if each.status is not Status.INFEASIBLE else None,
-            step_seconds=each.evaluation.step_seconds if each.evaluation else None,
-            peak_memory_bytes=each.evaluation.peak_memory_bytes if each.evaluation else None,
+            step_seconds=each.plan.evaluation.step_seconds if each.plan else None,
+            peak_memory_bytes=each.plan.evaluation.peak_memory_bytes if each.plan else None,
             reason=each.reason,
         )
         for each in _unique_solutions(result.solutions)

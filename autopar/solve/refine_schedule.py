@@ -20,6 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.schedules.placement import stage_of_chunks
 from autopar.schedules.synthesis.task import MemoryLimits
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import PlanResult
 from autopar.solve.space.force import SYNTHESIZED
 
@@ -64,11 +65,8 @@ def with_synthesized_schedule(
             f"schedule: {synthesis.makespan_seconds:.4g} s synthesized, {synthesis.builder_seconds:.4g} s by "
             f"{synthesis.builder}, gap {100 * synthesis.gap:.1f} %: {'taken' if better else 'the named one stays'}"
         )
-    if not better:
-        return result
-    bound = min(result.lower_bound_seconds, priced.step_seconds)  # it is of named schedules, and this one may beat them all
-    gap = 1 - bound / priced.step_seconds if priced.step_seconds else 0.0
-    return replace(result, candidate=changed, evaluation=priced, lower_bound_seconds=bound, gap=gap)
+    # the bound is of named schedules, and this one may beat them all
+    return result.with_plan(graph, PricedPlan(changed, priced)) if better else result
 
 
 def _synthesis(

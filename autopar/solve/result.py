@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
+from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.space.grid import GridPoint
 
 
@@ -50,18 +51,23 @@ class PlanResult:
         if self.status is Status.OPTIMAL and self.gap > PROVEN_GAP:
             object.__setattr__(self, "status", Status.FEASIBLE)
 
+    def with_plan(self, graph: Graph, plan: PricedPlan, **changes: Any) -> PlanResult:
+        """Return the result with another plan, of `graph` where it has none of its own. Where that is below the bound, as one of
+        another schedule may be, so is the bound."""
+        seconds = plan.evaluation.step_seconds
+        bound = min(self.lower_bound_seconds, seconds)
+        return replace(
+            self, graph=plan.graph or graph, candidate=plan.candidate, evaluation=plan.evaluation, lower_bound_seconds=bound,
+            gap=1 - bound / seconds if seconds else 0.0, **changes,
+        )  # fmt: skip
+
 
 def other_results(graph: Graph, result: PlanResult, count: int) -> tuple[PlanResult, ...]:
     """Return up to `count` results with another plan that fits, the shortest predicted steps first: one of each point of the
     grid, and none of that of the chosen plan. `graph`: of plans whose blocks do not differ by stage."""
     out: dict[str, PlanResult] = {}
-    fitting = [each for each in result.alternatives if each.candidate is not None and each.evaluation is not None]
-    for each in sorted(fitting, key=lambda each: each.step_seconds or 0.0):
-        assert each.candidate is not None and each.evaluation is not None
-        seconds = each.evaluation.step_seconds
-        if GridPoint.of(each.candidate) != GridPoint.of(result.candidate) and str(each) not in out:
-            out[str(each)] = replace(
-                result, graph=each.graph or graph, candidate=each.candidate, evaluation=each.evaluation, status=Status.FEASIBLE,
-                gap=1 - min(result.lower_bound_seconds, seconds) / seconds, fastest=None,
-            )  # fmt: skip
+    for each in sorted(result.alternatives, key=lambda each: each.step_seconds or 0.0):
+        plan = each.plan
+        if plan is not None and GridPoint.of(plan.candidate) != GridPoint.of(result.candidate) and str(each) not in out:
+            out[str(each)] = result.with_plan(graph, plan, status=Status.FEASIBLE, fastest=None)
     return tuple(out.values())[:count]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.step.evaluate import Evaluation, evaluate
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
@@ -20,10 +20,9 @@ from autopar.ir.partition_saved import saving_everything
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.fixed.baselines import PricedRecipe
 from autopar.solve.fixed.seeds import may_seed
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import Fastest, PlanResult
 from autopar.solve.space.options import SearchOptions
-
-Alternative = tuple[Graph, Candidate, Evaluation]
 
 _USUAL_SCHEDULES = ("", "1f1b")
 _HEAVY_FEATURE = 2
@@ -55,32 +54,27 @@ def robust_choice(
     """Return `result` with the plan that is chosen among those whose predicted step is at most `options.indifference` (relative)
     longer: those of the search, and plain data parallelism (DDP, FSDP) of `recipes` where nothing is forced."""
     most_seconds = result.evaluation.step_seconds * (1 + options.indifference)
-    alternatives: list[Alternative] = [(result.graph, result.candidate, result.evaluation)]
-    for each in result.alternatives:
-        if each.candidate is not None and each.evaluation is not None and each.evaluation.step_seconds <= most_seconds:
-            alternatives.append((each.graph or graph, each.candidate, each.evaluation))
-    alternatives += (one for one in _data_parallel_plans(graph, options, recipes) if one[2].step_seconds <= most_seconds)
-    for alternative in tuple(alternatives):
-        changed = _with_saved_or_recomputed(alternative, cluster, options.optimizer)
-        alternatives += (one for one in changed if one[2].step_seconds <= most_seconds)
-    chosen = min(alternatives, key=_rank)
-    if chosen[1] == result.candidate:
+    alternatives = [PricedPlan(result.candidate, result.evaluation, result.graph)]
+    alternatives += (each.plan for each in result.alternatives if each.plan is not None)
+    alternatives += _data_parallel_plans(options, recipes)
+    for alternative in tuple(each for each in alternatives if each.evaluation.step_seconds <= most_seconds):
+        alternatives += _with_saved_or_recomputed(graph, alternative, cluster, options.optimizer)
+    chosen = min((each for each in alternatives if each.evaluation.step_seconds <= most_seconds), key=_rank)
+    if chosen.candidate == result.candidate:
         return result
-    seconds = chosen[2].step_seconds
     fastest = Fastest(
         describe(result.graph, result.candidate, result.evaluation.bubble_share or None), result.evaluation.step_seconds
     )
-    gap = max(0.0, 1 - result.lower_bound_seconds / seconds) if seconds else 0.0
-    return replace(result, graph=chosen[0], candidate=chosen[1], evaluation=chosen[2], gap=gap, fastest=fastest)
+    return result.with_plan(graph, chosen, fastest=fastest)
 
 
-def _rank(alternative: Alternative) -> tuple[int, int, float]:
-    _, candidate, evaluation = alternative
+def _rank(plan: PricedPlan) -> tuple[int, int, float]:
+    evaluation = plan.evaluation
     used = evaluation.peak_memory_bytes / max(1, evaluation.memory_capacity_bytes)
-    return complexity(candidate), int(used / _MEMORY_STEP), evaluation.step_seconds
+    return complexity(plan.candidate), int(used / _MEMORY_STEP), evaluation.step_seconds
 
 
-def _data_parallel_plans(graph: Graph, options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[Alternative]:
+def _data_parallel_plans(options: SearchOptions, recipes: Sequence[PricedRecipe]) -> Iterator[PricedPlan]:
     """Data parallelism as people write it, with nothing or all of the layers recomputed."""
     if not may_seed(options):
         return
@@ -88,23 +82,23 @@ def _data_parallel_plans(graph: Graph, options: SearchOptions, recipes: Sequence
         fixed = each.configuration
         plain = fixed is not None and fixed.tp == fixed.pp == 1 and fixed.recompute in ("none", "full")
         if plain and each.fits and each.candidate is not None and each.evaluation is not None:
-            yield graph, each.candidate, each.evaluation
+            yield PricedPlan(each.candidate, each.evaluation)
 
 
-def _with_saved_or_recomputed(alternative: Alternative, cluster: Cluster, optimizer: str) -> Iterator[Alternative]:
+def _with_saved_or_recomputed(graph: Graph, plan: PricedPlan, cluster: Cluster, optimizer: str) -> Iterator[PricedPlan]:
     """Yield the plan with its offloaded and partitioned tensors saved whole, or with their blocks recomputed, where that fits."""
-    graph, candidate, _ = alternative
-    if not any(plan.offload or plan.partition_saved for plan in candidate.blocks):
+    graph, candidate = plan.graph or graph, plan.candidate
+    if not any(block.offload or block.partition_saved for block in candidate.blocks):
         return
     for change in (_save_everything, _recompute_everything):
-        blocks = (change(plan) if plan.offload or plan.partition_saved else plan for plan in candidate.blocks)
+        blocks = (change(block) if block.offload or block.partition_saved else block for block in candidate.blocks)
         changed = replace(candidate, blocks=tuple(blocks))
         try:
             priced = evaluate(graph, changed, cluster, optimizer)
         except AutoparError:  # it cannot be recomputed
             continue
         if priced.fits:
-            yield graph, changed, priced
+            yield PricedPlan(changed, priced, graph)
 
 
 def _save_everything(plan: BlockPlan) -> BlockPlan:

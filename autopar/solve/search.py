@@ -13,8 +13,8 @@ from autopar.ir.graph import Graph
 from autopar.rules.expand import missing_rules
 from autopar.solve.bounds.minimum_memory import MinimumMemory
 from autopar.solve.bounds.warm_start import WarmStart
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.mesh.mesh_search import MeshSearch
 from autopar.solve.offload_optimizer import with_offloaded_optimizer
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
@@ -156,9 +156,8 @@ def warm_start_solution(state: SearchState) -> MeshSolution | None:
     for each in [each for each in state.mesh_points if each.solution.status is Status.TIMEOUT][:_MAX_POINTS]:
         plan = plans.fastest_fitting(each.point)
         axes = forced_axes(each.point.mesh, state.options.force)
-        if plan is None or plan.candidate is None or why_disobeyed(state.tables.problem(each.point), plan.candidate, axes):
+        if plan is None or why_disobeyed(state.tables.problem(each.point), plan.candidate, axes):
             continue
-        plan.bound_seconds = each.bound_seconds
-        each.solution = plan
-        return plan
+        each.solution = plan.solution(each.bound_seconds)
+        return each.solution
     return None

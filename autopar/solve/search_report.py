@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.describe import cut_short_text
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.infeasible import explanation
 from autopar.solve.problem.forced_axes import forced_axes, forced_axis_notes
 from autopar.solve.problem.pins import constraint_texts
@@ -31,8 +31,8 @@ def report_grid(state: SearchState) -> None:
 
 def report_solution(state: SearchState, solution: MeshSolution) -> None:
     """Report a solution in one line."""
-    evaluation = solution.evaluation
-    size = f"{evaluation.step_seconds:.4g} s, {evaluation.peak_memory_bytes / 2**30:.1f} GiB" if evaluation else ""
+    priced = solution.plan.evaluation if solution.plan is not None else None
+    size = f"{priced.step_seconds:.4g} s, {priced.peak_memory_bytes / 2**30:.1f} GiB" if priced is not None else ""
     if solution.solved:
         text = f"{solution.status:10} {size}"
     elif solution.shortage_bytes:
@@ -49,7 +49,7 @@ def report_solution(state: SearchState, solution: MeshSolution) -> None:
 def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> PlanResult:
     """Return the best plan with its certificate. What was not solved is pruned by its bound, or says why it was not tried, unless
     time ended before it was left out."""
-    assert best.candidate is not None and best.evaluation is not None
+    assert best.plan is not None
     whole = not interrupted and state.seconds_left() > 0
     for each in state.points:
         if not each.done and (whole or each.left_out):
@@ -69,9 +69,9 @@ def result_of(state: SearchState, best: MeshSolution, interrupted: bool) -> Plan
         state.progress(cut_short_text(cut_short))
     proven = not interrupted and all(each.status is not Status.TIMEOUT for each in solutions)
     return PlanResult(
-        graph=best.graph or state.graph,
-        candidate=best.candidate,
-        evaluation=best.evaluation,
+        graph=best.plan.graph or state.graph,
+        candidate=best.plan.candidate,
+        evaluation=best.plan.evaluation,
         status=Status.OPTIMAL if proven and best.status is Status.OPTIMAL else Status.FEASIBLE,
         lower_bound_seconds=state.lower_bound_seconds(),
         gap=state.gap(),

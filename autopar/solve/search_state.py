@@ -13,8 +13,8 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 from autopar.rules.registry import default_registry
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.problem.problem import Problem
@@ -177,7 +177,7 @@ class SearchState:
         return left
 
     def best_seconds(self) -> float:
-        return self.best.evaluation.step_seconds if self.best is not None and self.best.evaluation is not None else inf
+        return self.best.plan.evaluation.step_seconds if self.best is not None and self.best.plan is not None else inf
 
     def cutoff_seconds(self) -> float:
         """Return the seconds above which plans are not looked for: they do not count as equally fast."""
@@ -185,10 +185,10 @@ class SearchState:
 
     def offer(self, solution: MeshSolution) -> None:
         """Take a solution as the best plan where it is."""
-        if not solution.solved or solution.evaluation is None:
+        if not solution.solved or solution.plan is None:
             return
         self.fitting.append(solution)
-        if solution.evaluation.step_seconds < self.best_seconds():
+        if solution.plan.evaluation.step_seconds < self.best_seconds():
             self.best = solution
 
     # -- pruning

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture.bind import batch_of, bind_inputs
-from autopar.capture.export import CaptureOptions, Export
+from autopar.capture.export import Export
+from autopar.capture.options import CaptureOptions
 from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph

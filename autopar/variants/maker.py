@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar import errors
 from autopar.capture.bind import TARGET
-from autopar.capture.export import CaptureOptions
 from autopar.capture.modes import CapturedModes
+from autopar.capture.options import CaptureOptions
 from autopar.capture.state.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes

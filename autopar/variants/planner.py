@@ -168,9 +168,9 @@ def _solved(
     solver.solve_without_memory(inf)
     if not solution.solved:
         solver.solve_with_memory(inf, iterations=_ITERATIONS)
-    if solution.candidate is None:
+    if solution.plan is None:
         raise PlanMismatch("no placement of its operations fits those of the parameters")
-    candidate = replace(solution.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)
+    candidate = replace(solution.plan.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)
     return graph, candidate
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import autopar.software
-from autopar.software.measured import MeasuredRun
+from autopar.software.by_hand import MeasuredRun
 from autopar.validate.price import price_rows
 from autopar.validate.report import report
 from autopar.validate.rows import bundled_table, read_table

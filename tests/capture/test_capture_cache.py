@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar import capture as captures
 from autopar.capture import export
+from autopar.capture.options import CaptureOptions
 from autopar.capture.state.reads import recorded_reads
 from autopar.errors import CaptureError
 
@@ -143,7 +144,7 @@ class OtherProcess:
 def test_another_process_has_the_graph_and_the_reads(own_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded_reads() as first:
         graph = graph_of(net(), batch_dim=None)
-    other, model, options = OtherProcess(monkeypatch), net(), export.CaptureOptions()
+    other, model, options = OtherProcess(monkeypatch), net(), CaptureOptions()
     with recorded_reads() as second:
         assert graph_of(model, batch_dim=()) == graph and other.count == 0
     assert first.reads == second.reads
@@ -160,7 +161,7 @@ def test_another_batch_has_the_graph_of_a_capture(own_run: None, monkeypatch: py
     graph_of(net(), 8, compute_dtype="bfloat16")
     found = graph_of(net(), 12, compute_dtype="bfloat16")
     assert other.count == 1 and found.batch == 12
-    options = export.CaptureOptions(compute_dtype="bfloat16")
+    options = CaptureOptions(compute_dtype="bfloat16")
     assert found == export.Export(net(), (torch.ones(12, 4),), {}, options).graph
 
 

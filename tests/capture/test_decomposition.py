@@ -216,7 +216,7 @@ def exported(model: nn.Module, args: Any, kwargs: Any, outlined: bool = False) -
     """The program that a capture takes apart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "decomposed", lambda program, *_: program)
-        return trace.trace(model, args, kwargs, None, (), outlined).program
+        return trace.trace(model, args, kwargs, outlined=outlined).program
 
 
 def compare(program: ExportedProgram) -> None:

@@ -70,7 +70,7 @@ def test_the_same_plan_as_a_capture_in_full(kinds: list[tuple[int, int]]) -> Non
     model, inputs = made(kinds)
     graphs = []
     for outlined in (True, False):
-        traced = trace(model, (), inputs, None, (), outlined)
+        traced = trace(model, (), inputs, outlined=outlined)
         graphs.append(fold(model, normalize(flatten_program(traced)), traced))
     short, full = graphs
     assert short == full

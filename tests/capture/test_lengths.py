@@ -10,7 +10,8 @@ from support.models.small_models import make
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.export import CaptureOptions, Export
+from autopar.capture.export import Export
+from autopar.capture.options import CaptureOptions
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.variants import exports

@@ -92,7 +92,7 @@ def test_blocks_are_relaxed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folded(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tuple[Graph, Traced]:
-    traced = trace(model, (), inputs, None, (), outlined)
+    traced = trace(model, (), inputs, outlined=outlined)
     return fold(model, normalize(flatten_program(traced)), traced), traced
 
 

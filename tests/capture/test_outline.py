@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 
 def captured(model: nn.Module, inputs: dict[str, Tensor], outlined: bool) -> tuple[Graph, int]:
     """The graph, and how many layers were opaque."""
-    traced = trace(model, (), inputs, None, (), outlined)
+    traced = trace(model, (), inputs, outlined=outlined)
     keys = [str(node.args[-1]) for node in traced.program.graph.nodes if "autopar_capture.outlined" in str(node.target)]
     opaque = sum(len(key.split(" ")[1].split(",")) for key in keys)
     return fold(model, normalize(flatten_program(traced)), traced), opaque

@@ -22,8 +22,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import presets
 from autopar.errors import AutoparError
 from autopar.launch.job import Launch, job_of, node_devices
-from autopar.launch.registry import WRITERS, writer_named
-from autopar.launch.skypilot import accelerator
+from autopar.launch.registry import WRITERS, accelerator, writer_named
 
 SCHEMAS = (
     "pip install --target ../schedulers skypilot kubernetes-validate jsonschema, copy kubeflow.org_pytorchjobs.yaml (Kubeflow's "

@@ -34,7 +34,7 @@ def with_block(given: Lowered, block: LoweredBlock) -> Lowered:
 def with_node(node: Node) -> Lowered:
     """The lowered program with one more operation, as a renderer would get it from a plan that no check has seen."""
     first = lowered().blocks[0]
-    return with_block(lowered(), replace(first, block=replace(first.block, nodes=(*first.block.nodes, node))))
+    return with_block(lowered(), replace(first, state=first.state.with_nodes([*first.block.nodes, node])))
 
 
 def ones(name: str = "made", dtype: str = "float32", **more: Arg) -> Node:
@@ -85,7 +85,7 @@ def test_names_of_a_lowered_program_are_checked_too(name: str) -> None:
         render(with_node(ones(name)))
     given = lowered()
     with pytest.raises(PlanError):
-        render(replace(given, mesh=Mesh((*given.mesh.axes, Axis(name, 1)))))
+        render(replace(given, candidate=replace(given.candidate, mesh=Mesh((*given.candidate.mesh.axes, Axis(name, 1))))))
     if name not in ("exec", "torch", "self"):  # keyword arguments may be called so
         with pytest.raises(PlanError):
             render(with_node(ones(**{name: 1})))
@@ -115,7 +115,8 @@ def crafted(code: str) -> Iterator[Lowered]:
     yield with_node(ones(fill=Symbol(code)))
     yield with_node(ones(fill=Ref(code)))
     first = lowered().blocks[0]
-    yield with_block(lowered(), replace(first, block=replace(first.block, outputs=(code, *first.block.outputs[1:]))))
+    block = replace(first.block, outputs=(code, *first.block.outputs[1:]))
+    yield with_block(lowered(), replace(first, state=replace(first.state, block=block)))
 
 
 def harmless(code: str) -> Iterator[Lowered]:
@@ -124,11 +125,12 @@ def harmless(code: str) -> Iterator[Lowered]:
     yield with_node(ones(fill=code))
     yield with_node(ones(fill=(code, (code,))))
     yield with_node(replace(ones(), module=code, source=code))
-    yield replace(lowered(), name=code)
+    graph = lowered().graph
+    yield replace(lowered(), graph=replace(graph, name=code))
     specs = tuple(replace(spec, path=f"p.{code}") for spec in first.specs)
     yield with_block(lowered(), replace(first, specs=specs))
-    calls = tuple(replace(call, prefix=f"{{{code}}}.{index}.{call.prefix}") for index, call in enumerate(lowered().calls))
-    yield replace(lowered(), calls=calls)
+    calls = tuple(replace(call, prefix=f"{{{code}}}.{index}.{call.prefix}") for index, call in enumerate(graph.calls))
+    yield replace(lowered(), graph=replace(graph, calls=calls))
 
 
 @pytest.mark.parametrize("code", CODE)

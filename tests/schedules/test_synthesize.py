@@ -22,7 +22,7 @@ from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules
 from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
 from autopar.schedules.synthesis.merge_backward import with_merged_backwards
 from autopar.schedules.synthesis.task import MemoryLimits, Task
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.synthesize import Synthesis, synthesize
 
 Key = tuple[int, int, int]

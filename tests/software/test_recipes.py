@@ -18,8 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
-from autopar.software.by_hand import seeds_of, software_of, with_expert_prices, with_reasons
-from autopar.software.measured import runs_of, stored_runs
+from autopar.software.by_hand import runs_of, seeds_of, software_of, stored_runs, with_expert_prices, with_reasons
 from autopar.software.pricer import Pricer
 from autopar.software.search import FEW, rank
 from autopar.software.space import recipe_space

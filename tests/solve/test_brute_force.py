@@ -19,8 +19,8 @@ from autopar.rules.registry import default_registry
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.problem import Problem, build_problem
 
 FAST = Cluster.parse("dgx-h100:1")

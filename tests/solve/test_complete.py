@@ -12,7 +12,7 @@ from autopar.ir.verify import verify_candidate
 from autopar.rules.registry import default_registry
 from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.space.force import Force, parse_force
 
 WHOLE = "tp=2,pp=1,zero=3,micro_batches=2,recompute=full,zero_group=0,sequence_parallel=1"

@@ -55,8 +55,8 @@ def test_a_plan_leaves_the_margin_free(margin: float, pp: int) -> None:
         assert stage.peak_bytes <= stage.budget_bytes == int((1 - margin) * capacity) and stage.capacity_bytes == capacity
         assert stage.tensor_bytes <= stage.reserved_bytes <= stage.peak_bytes and stage.least_bytes <= stage.peak_bytes
     for each in found.solutions:
-        if each.solved and each.evaluation is not None:
-            assert each.evaluation.peak_memory_bytes <= (1 - margin) * capacity
+        if each.solved and each.plan is not None:
+            assert each.plan.evaluation.peak_memory_bytes <= (1 - margin) * capacity
 
 
 def test_infeasible_margin_below_context_and_communicators() -> None:

@@ -40,8 +40,7 @@ def test_the_optimum_of_all_plans(micro_batches: int) -> None:
     """What is saved whole, saved in parts or recomputed, with the placements of the fastest plan: every combination by the
     evaluator."""
     problem = whole_problem(micro_batches)
-    sharding = attempt(with_memory(problem, 2**50)).candidate
-    assert sharding is not None
+    sharding = attempt(with_memory(problem, 2**50)).plan.candidate  # type: ignore[union-attr]
     problem = with_fixed_placements(problem, sharding)
     plans = priced_plans(problem, [sharding])
     peaks = sorted({found.peak_memory_bytes for _, found in plans})
@@ -49,13 +48,13 @@ def test_the_optimum_of_all_plans(micro_batches: int) -> None:
     parts = 0
     for capacity in (peaks[0], peaks[len(peaks) // 4], peaks[len(peaks) // 2], peaks[-1]):
         result = attempt(with_memory(problem, capacity))
-        assert result.solved and result.evaluation is not None and result.candidate is not None
-        assert result.evaluation.step_seconds == pytest.approx(best_seconds(plans, capacity), rel=1e-6)
-        assert result.objective_seconds == pytest.approx(result.evaluation.step_seconds, rel=1e-3)
-        verify_candidate(problem.graph, result.candidate)
-        parts += any(plan.partition_saved for plan in result.candidate.blocks)
+        assert result.solved and result.plan is not None
+        assert result.plan.evaluation.step_seconds == pytest.approx(best_seconds(plans, capacity), rel=1e-6)
+        assert result.objective_seconds == pytest.approx(result.plan.evaluation.step_seconds, rel=1e-3)
+        verify_candidate(problem.graph, result.plan.candidate)
+        parts += any(plan.partition_saved for plan in result.plan.candidate.blocks)
         if capacity == peaks[-1]:
-            assert not any(plan.partition_saved for plan in result.candidate.blocks)
+            assert not any(plan.partition_saved for plan in result.plan.candidate.blocks)
     assert parts
 
 
@@ -72,8 +71,7 @@ def test_what_a_partition_costs() -> None:
     """A call saves a quarter, copies that in the forward, and in the backward holds and waits for the whole."""
     problem = whole_problem()
     table, graph = problem.blocks["Middle"], problem.graph
-    plain = attempt(with_memory(problem, 2**50)).candidate
-    assert plain is not None
+    plain = attempt(with_memory(problem, 2**50)).plan.candidate  # type: ignore[union-attr]
     parts = with_partition(graph, plain, problem.cluster, "tp")
     before, after = (CallTrace.of(table.costs, each.block("Middle")) for each in (plain, parts))
     sizes = [table.costs.value_bytes(value, at) for value, at, _ in parts.block("Middle").partition_saved]

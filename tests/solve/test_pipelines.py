@@ -23,7 +23,7 @@ from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.named_schedules import schedule_names
 from autopar.schedules.placement import chunks_of_stages
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_partition import best_partition
 from autopar.solve.result import PlanResult

@@ -16,11 +16,10 @@ from autopar.ir.plan import Candidate
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import PlanResult
 from autopar.solve.robust_choice import complexity, robust_choice
-from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
 
 GRAPH = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
@@ -59,10 +58,7 @@ def with_parts(candidate: Candidate) -> Candidate:
 
 def result(*plans: tuple[Candidate, Evaluation]) -> PlanResult:
     """A search that found these, the fastest one first."""
-    solutions = tuple(
-        MeshSolution(GridPoint.of(candidate), Status.OPTIMAL, candidate=candidate, evaluation=evaluation)
-        for candidate, evaluation in plans
-    )
+    solutions = tuple(PricedPlan(candidate, evaluation).solution() for candidate, evaluation in plans)
     candidate, evaluation = plans[0]
     return PlanResult(
         graph=GRAPH,

@@ -16,9 +16,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.rules.registry import default_registry
 from autopar.solve.ilp.formulate import formulate
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
 from autopar.solve.problem.problem import build_problem
 from autopar.solve.search import search
 from autopar.solve.space.grid import GridPoint
@@ -77,13 +77,13 @@ def test_the_relaxation_under_memory_is_below_the_plan() -> None:
     problem = build_problem(graph, mesh_of(2, 4), cluster, BF16, "adamw", default_registry())
     free = MeshSolver(graph, problem, (), 1e-4, MeshSolution(GridPoint(problem.mesh)))
     free.solve_without_memory(30)
-    assert free.result.evaluation is not None
-    tight = replace(problem, cluster=with_memory(cluster, free.result.evaluation.peak_memory_bytes * 0.8))
+    assert free.result.plan is not None
+    tight = replace(problem, cluster=with_memory(cluster, free.result.plan.evaluation.peak_memory_bytes * 0.8))
     bound = MeshSolver(graph, tight, (), 1e-4, MeshSolution(GridPoint(problem.mesh))).relax_with_memory(30)
     solved = MeshSolver(graph, tight, (), 1e-4, MeshSolution(GridPoint(problem.mesh)))
     solved.solve_with_memory(30)
-    assert solved.result.evaluation is not None and solved.result.solved
-    assert 0.9 * solved.result.evaluation.step_seconds <= bound <= solved.result.evaluation.step_seconds * (1 + 1e-6)
+    assert solved.result.plan is not None and solved.result.solved
+    assert 0.9 * solved.result.plan.evaluation.step_seconds <= bound <= solved.result.plan.evaluation.step_seconds * (1 + 1e-6)
     too_small = replace(problem, cluster=with_memory(cluster, cluster.device.base_bytes * 1.01))
     assert MeshSolver(graph, too_small, (), 1e-4, MeshSolution(GridPoint(problem.mesh))).shortage_bytes() > 0
 

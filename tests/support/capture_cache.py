@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import export as exports
 from autopar.capture.bind import batch_of, bind_inputs
-from autopar.capture.export import CaptureOptions, Export
+from autopar.capture.export import Export
+from autopar.capture.options import CaptureOptions
 from autopar.capture.state.reads import _recorded, recorded_reads
 from autopar.runtime.plain.code_reads import code_of
 from autopar.runtime.plain.frozen_reads import Reads

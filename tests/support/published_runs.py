@@ -13,8 +13,8 @@ from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.software.by_hand import MeasuredRun
 from autopar.software.configuration import Workload
-from autopar.software.measured import MeasuredRun
 from autopar.software.residuals import quantile
 from autopar.validate import configuration
 from autopar.validate.architectures import architecture_of, stated
@@ -61,7 +61,7 @@ def comparable_runs(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def measured_runs(rows: Iterable[Row]) -> tuple[MeasuredRun, ...]:
-    """Return the runs that are shown beside prices of recipes (`software.measured`)."""
+    """Return the runs that are shown beside prices of recipes (`software.by_hand`)."""
     devices = {Cluster.parse(name).device.name: gpu for gpu, (name, _) in PRESETS.items()}
     names = {gpu: name for name, gpu in devices.items()}
     runs = (_measured_run(row, names[row.gpu]) for row in rows if row.gpu in names and row.step_seconds and row.global_batch)

@@ -10,7 +10,7 @@ import torch
 from support.capture_cache import _key
 from torch import Tensor, nn
 
-from autopar.capture.export import CaptureOptions
+from autopar.capture.options import CaptureOptions
 
 FACTOR = 2.0
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.bind import TARGET, BatchDim, BoundInputs, batch_of
+from autopar.capture.bind import TARGET, BoundInputs, batch_of
+from autopar.capture.options import CaptureOptions, LossFunction
 from autopar.capture.results.returned import Returned, leaves_of, take_apart
 from autopar.capture.state.buffers import assigned_buffers
 from autopar.capture.state.python_state import PlainState
@@ -23,23 +23,6 @@ from autopar.ir.interface import Form
 ResultForm = tuple[Form, tuple[str, ...], tuple[str, ...]]
 """The form of the model's result, what is returned after the loss, and the paths of what is left out."""
 
-LossFunction = Callable[[Any, Any], Any]
-"""A function from the model's result and a target to the loss, as torch's pipeline schedules take it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The request to a capture: requested outputs (`asked`), how they come back where that is not said (`usual_kind`), and a
-    loss of its result and a target. `batch_dim`: see `bind.batch_dims_of`. `autocast`: the dtype of a ``torch.autocast`` around
-    it all. `local_batch_norm`: see `normalize.batch_norm`."""
-
-    asked: tuple[str, ...] = ()
-    usual_kind: str = ""
-    loss_fn: LossFunction | None = None
-    batch_dim: BatchDim = None
-    autocast: str = ""
-    local_batch_norm: bool = False
-
 
 class LossOnly(nn.Module):
     """Calls the model, and the loss function where there is one, with one dictionary of tensors; returns the scalar loss, and
@@ -50,17 +33,17 @@ class LossOnly(nn.Module):
         model: nn.Module,
         bound: BoundInputs,
         compute_dtype: torch.dtype | None,
-        results: Results,
+        options: CaptureOptions,
         tell: Callable[[ResultForm], None],
         warn: Callable[[tuple[str, ...]], None],
     ) -> None:
         super().__init__()
         self.module = model
-        self.state = PlainState(model, results.loss_fn)
+        self.state = PlainState(model, options.loss_fn)
         self.layers: Sequence[EqualLayers] = ()
         self.bound = bound
         self.compute_dtype = compute_dtype
-        self.results = results
+        self.options = options
         self.tell, self.warn = tell, warn  # export undoes what a forward writes into attributes
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
@@ -92,7 +75,7 @@ class LossOnly(nn.Module):
     def call(self, batch: Mapping[str, Tensor]) -> Any:
         """The result of the model, or of the loss function."""
         arguments = self.bound.arguments(batch)
-        loss_fn = self.results.loss_fn
+        loss_fn = self.options.loss_fn
         target = arguments.pop(TARGET) if loss_fn is not None else None
         with assigned_buffers(self.module) as refuse_old:
             result = self.module(**arguments)
@@ -101,13 +84,13 @@ class LossOnly(nn.Module):
 
     def take_apart(self, result: Any) -> Returned:
         """The loss and the outputs of a result."""
-        module = self.module if self.results.loss_fn is None else None
+        module = self.module if self.options.loss_fn is None else None
         if module is not None and type(result) is tuple and len(result) > 2 and self.bound.shifts_places:
             raise CaptureError(
                 f"{type(module).__name__} returns a tuple without the key-value cache that it would have made, so that what "
                 "follows has other places: pass return_dict=True, or use_cache=False"
             )
-        return take_apart(result, self.results.asked, self.results.usual_kind, module, lacks_cache=self.bound.lacks_cache)
+        return take_apart(result, self.options.outputs, self.options.usual_kind, module, lacks_cache=self.bound.lacks_cache)
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
         """The number of examples of a batch."""

@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram, export
 from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
 from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
+from autopar.capture.options import CaptureOptions
 from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
 from autopar.capture.tracing.data.batch_questions import Question, batch_questions
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
@@ -32,7 +33,7 @@ from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_un
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
-from autopar.capture.tracing.loss_only import LossOnly, ResultForm, Results, refuse_parameters
+from autopar.capture.tracing.loss_only import LossOnly, ResultForm, refuse_parameters
 from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
@@ -71,12 +72,10 @@ def trace(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    compute_dtype: str | None,
-    allowed: tuple[str, ...],
-    outlined: bool = True,
-    results: Results | None = None,
+    options: CaptureOptions | None = None,
     open_dims: Mapping[str, tuple[int, ...]] | None = None,
     *,
+    outlined: bool = True,
     fixed_batch: bool = False,
 ) -> Traced:
     """Exports the model with a symbolic batch; where the model specialises it, or with `fixed_batch`, with the batch size of the
@@ -84,19 +83,19 @@ def trace(
 
     With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
     """
-    results = results or Results()
+    options = options or CaptureOptions()
     refuse_hooks(model)
     refuse_uninitialized(model)
     refuse_complex(model)
-    refuse_parameters(results.loss_fn)
-    bound = bind_inputs(model, args, kwargs, with_target=results.loss_fn is not None, batch_dim=results.batch_dim)
+    refuse_parameters(options.loss_fn)
+    bound = bind_inputs(model, args, kwargs, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
-    dtype = getattr(torch, compute_dtype) if compute_dtype else None
+    dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
     attempts: tuple[tuple[bool, bool], ...] = ways[-1:] if fixed_batch else ways
     fixed_at = ""
     for symbolic, short in attempts:
-        attempt = _Attempt(model, bound, dtype, allowed, results, open_dims or {}, symbolic, short)
+        attempt = _Attempt(model, bound, dtype, options, open_dims or {}, symbolic, short)
         try:
             program = attempt.export()
             if program is None or attempt.clone is None:
@@ -139,8 +138,7 @@ class _Attempt:
     model: nn.Module
     bound: BoundInputs
     dtype: torch.dtype | None
-    allowed: tuple[str, ...]
-    results: Results
+    options: CaptureOptions
     open_dims: Mapping[str, tuple[int, ...]]
     symbolic: bool
     short: bool
@@ -159,13 +157,13 @@ class _Attempt:
             fake_copy = stack.enter_context(fake_tensors())
             copied = fake_copy(self.model, self.dtype)
             self.clone = clone = LossOnly(
-                copied, self.bound, self.dtype, self.results, self.forms.append, self.warnings.extend
+                copied, self.bound, self.dtype, self.options, self.forms.append, self.warnings.extend
             )  # fmt: skip
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for context in (
-                quiet_logs(), custom_functions(self.allowed, self.short), flex_as_operations(), masks_are_not_read(),
-                to_the_same_device(), plain_batch_norms(),
+                quiet_logs(), custom_functions(self.options.allowed_functions, self.short), flex_as_operations(),
+                masks_are_not_read(), to_the_same_device(), plain_batch_norms(),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
@@ -179,7 +177,7 @@ class _Attempt:
                 if not clone.layers:
                     return None
             device = device_of(self.model)
-            stack.enter_context(under_autocast(device.type, self.results.autocast))
+            stack.enter_context(under_autocast(device.type, self.options.autocast))
             with ExitStack() as modes:  # every call of torch passes them, so what torch traces again does without
                 refusals, comparisons = Refusals(self.short), Comparisons(self.checks)
                 for mode in (ListIndices(), refusals, self.values, CtcLosses(), MaskLosses(), comparisons):
@@ -187,7 +185,7 @@ class _Attempt:
                 program = export_copy(
                     clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device
                 )  # fmt: skip
-            return decomposed(program, device, self.results.local_batch_norm)
+            return decomposed(program, device, self.options.batch_norm == "local")
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_SHARE, weight_gradient_nodes
 from autopar.operations.losses import runs_in_chunks
-from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
+from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block, value_storages
 from autopar.solve.bounds.flow_bound import FlowRelaxation
 from autopar.solve.bounds.frontier import ROUNDING, Frontier, SavedLine
-from autopar.solve.ilp.linear_model import LinearModel
-from autopar.solve.ilp.solver import Status, solve
-from autopar.solve.problem.problem import Problem
+from autopar.solve.ilp.formulate import add_conversion_trees, formulate_flows
+from autopar.solve.ilp.formulation import Expression, Formulation
+from autopar.solve.ilp.linear_model import LinearModel, Status, add
+from autopar.solve.ilp.recompute_offload import add_storages, small_size
+from autopar.solve.ilp.solver import solve
+from autopar.solve.ilp.storages import boundary_values
+from autopar.solve.problem.problem import BlockTable, Problem
 
 _INPUTS_ALONE = (0.0, 1.0, 0.0)
 """Only schedules that take the backward apart have to do with it."""
@@ -28,6 +32,12 @@ _HALVINGS = 3
 
 _MIN_GAIN = 1e-4
 """A corner that lowers an edge of the frontier by less, relative, is the last one there."""
+
+_TRADED_PRICES = 0.1, 1.0
+"""The least and the largest of `traded_lines`: of all bytes that a call may save, in seconds of the fastest call."""
+
+_TRADED_HALVINGS = 2
+_TRADED_MIN_GAIN = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +138,60 @@ def _recomputation_frontier(block: BlockRelaxation) -> Frontier:
     seconds = {r[name]: each / most_seconds for name, (each, _) in block.recompute.items()}
     sizes = {saved[name]: each.copies / block.calls * each.bytes / most_bytes for name, each in own.items()}
     return Frontier(model, seconds, sizes, most_seconds, most_bytes)
+
+
+def traded_lines(problem: Problem, block: BlockRelaxation, fastest_seconds: float, seconds_left: float) -> tuple[SavedLine, ...]:
+    """Return lines ``seconds beyond the fastest call + price x bytes >= least``, with recomputation: of one micro-batch and one
+    call, the convex frontier from below. Tensors that several calls read count for none of them. None where the software saves
+    other tensors than those that operations read.
+
+    Unlike `saved_lines` with the placements that saved tensors have and the conversions that are recomputed: each line is the
+    linear relaxation of the block's own program (strategies, conversions, what is saved, saved in parts and recomputed) with
+    saved bytes at a price.
+    """
+    most = sum(each.copies / block.calls * each.bytes for name, each in block.tensors.items() if name not in block.shared)
+    if problem.cluster.state_layout.regathered_operands or not fastest_seconds or not most:
+        return ()
+    form = _traded_program(problem, problem.blocks[block.name])
+    seconds = {column: each / fastest_seconds for column, each in _traded_seconds(form, block.name).items()}
+    sizes = {column: each / most for column, each in _traded_bytes(form, problem.blocks[block.name], block).items()}
+    frontier = Frontier(form.model, seconds, sizes, fastest_seconds, most, 1.0, seconds_left)
+    cheap, dear = (frontier.solve(1.0, price) for price in _TRADED_PRICES)
+    frontier.halve(cheap, dear, _TRADED_HALVINGS, _TRADED_MIN_GAIN)
+    return tuple(frontier.lines)
+
+
+def _traded_program(problem: Problem, table: BlockTable) -> Formulation:
+    """Return the linear program of one block. Stages of the grid do not offload."""
+    name = table.block.name
+    form = formulate_flows(problem, (name,))
+    add_conversion_trees(form, table)
+    add_storages(form, name, table, decide=True, offloads=False)
+    return form
+
+
+def _traded_seconds(form: Formulation, name: str) -> Expression:
+    """The seconds of forward and backward, with what is recomputed or gathered for it."""
+    out = Expression()
+    for column, seconds, _ in form.priced_columns(name):
+        add(out, {column: seconds.forward + seconds.backward})
+    return out
+
+
+def _traded_bytes(form: Formulation, table: BlockTable, block: BlockRelaxation) -> Expression:
+    """Return the bytes that are saved, a tensor between calls with the share that `block` counts for one call. Storages that the
+    program takes for saved whatever they are count nothing."""
+    storages, base = form.storages[block.name], value_storages(table.block)
+    shares = {name: 0.0 if name in block.shared else each.copies / block.calls for name, each in block.tensors.items()}
+    ends: dict[object, float] = {}
+    for _, value, at, _ in boundary_values(form, table):
+        storage = storages.same.find((value, at))
+        ends[storage] = min(ends.get(storage, 1.0), shares.get(base.get(value, value), 0.0))
+    small, out = small_size({storage: storages.sizes[storage] for storage in storages.needs}), Expression()
+    for storage, column in storages.saved.items():
+        size = storages.sizes[storage]
+        share = min(ends.get(storage, 1.0), shares.get(base.get(storage[0], storage[0]), 0.0))
+        if size > small and share:
+            add(out, {column: size * share * form.byte_unit})
+    add(out, storages.held_bytes(form.problem.mesh.sizes)[0], form.byte_unit)
+    return out

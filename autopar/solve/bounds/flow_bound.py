@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from autopar.solve.ilp.formulate import formulate_flows
-from autopar.solve.ilp.linear_model import total
-from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.linear_model import Status, total
+from autopar.solve.ilp.solver import solve
 from autopar.solve.problem.problem import Problem, StreamSeconds
 
 

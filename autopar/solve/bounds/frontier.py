@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
 
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel
-from autopar.solve.ilp.solver import Status, most_nodes, solve
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Status
+from autopar.solve.ilp.solver import most_nodes, solve
 
 ROUNDING = 1e-6
 """The relative rounding of the programs."""

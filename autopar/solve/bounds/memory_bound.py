@@ -15,8 +15,8 @@ from autopar.cost_models.events.state_transfers import step_transfers, transfer_
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.call_state import own_parameters, sharded_state
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Terms, total
-from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Status, Terms, total
+from autopar.solve.ilp.solver import solve
 from autopar.solve.problem.boundary import CallKind
 from autopar.solve.problem.problem import Problem
 

@@ -15,7 +15,7 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.solve.bounds.memory_frontier import MemoryFrontier, memory_frontier
-from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.problem.forced_axes import forced_axes
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions
@@ -32,8 +32,8 @@ class WarmStart:
         self.graph, self.cluster, self.options, self.tables, self.left = graph, cluster, options, tables, left
         self._frontiers: dict[object, MemoryFrontier | None] = {}
 
-    def fastest_fitting(self, point: GridPoint) -> MeshSolution | None:
-        """The fastest of its plans that fit, or None. Its status is FEASIBLE: it has no lower bound."""
+    def fastest_fitting(self, point: GridPoint) -> PricedPlan | None:
+        """The fastest of its plans that fit, or None."""
         problem = self.tables.problem(point)
         frontier = self._frontier(point)
         if frontier is None:
@@ -53,7 +53,7 @@ class WarmStart:
                     best = PricedPlan(candidate, priced)
             if fitting:
                 break  # options that save less are slower
-        return best.solution() if best is not None else None
+        return best
 
     def _frontier(self, point: GridPoint) -> MemoryFrontier | None:
         """Return the frontier of the point's model axes and micro-batch: the data degree changes no price but that of state."""

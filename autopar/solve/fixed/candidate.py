@@ -18,8 +18,8 @@ from autopar.rules.registry import Registry
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.configuration import FixedConfiguration, mesh_of_stage
 from autopar.solve.fixed.recomputation import with_recomputation
-from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
+from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
 from autopar.solve.result import PlanResult
 from autopar.solve.space.force import check_recompute
 from autopar.solve.space.grid import GridPoint
@@ -79,8 +79,7 @@ def price_configuration(graph: Graph, cluster: Cluster, fixed: FixedConfiguratio
         GridPoint(candidate.mesh, candidate.micro_batches, candidate.zero_group),
         status=status,
         bound_seconds=evaluation.step_seconds if evaluation.fits else inf,
-        candidate=candidate,
-        evaluation=evaluation,
+        plan=PricedPlan(candidate, evaluation),
     )
     return PlanResult(
         graph=graph,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import PlanResult
 from autopar.solve.space.options import SearchOptions
 
@@ -27,15 +28,6 @@ def with_seeds(options: SearchOptions, result: PlanResult, seeds: Iterable[PlanR
         return result
     result = replace(result, alternatives=(*result.alternatives, *(solution for each in priced for solution in each.solutions)))
     best = min(priced, key=lambda each: each.evaluation.step_seconds)
-    seconds = best.evaluation.step_seconds
-    if seconds >= result.evaluation.step_seconds:
+    if best.evaluation.step_seconds >= result.evaluation.step_seconds:
         return result
-    bound = min(result.lower_bound_seconds, seconds)
-    return replace(
-        result,
-        graph=best.graph,
-        candidate=best.candidate,
-        evaluation=best.evaluation,
-        lower_bound_seconds=bound,
-        gap=max(0.0, 1 - bound / seconds) if seconds else 0.0,
-    )
+    return result.with_plan(best.graph, PricedPlan(best.candidate, best.evaluation))

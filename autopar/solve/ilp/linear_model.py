@@ -1,9 +1,10 @@
-"""A linear model under construction: columns and rows in plain lists. No solver here."""
+"""A linear model under construction: columns and rows in plain lists; and the outcome of minimising it. No solver here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 Terms = Mapping[int, float]
 """A linear expression: coefficient per variable."""
@@ -109,6 +110,31 @@ class LinearModel:
         """Add the terms to the objective."""
         for variable, value in terms.items():
             self.cost[variable] += value
+
+
+class Status(StrEnum):
+    """The status of a solution. `FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution.
+    `PRUNED`: not solved, since its bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a
+    better plan."""
+
+    OPTIMAL = "OPTIMAL"
+    FEASIBLE = "FEASIBLE"
+    TIMEOUT = "TIMEOUT"
+    INFEASIBLE = "INFEASIBLE"
+    PRUNED = "PRUNED"
+    NOT_TRIED = "NOT TRIED"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a solver: `values` per variable (empty without a solution); `objective` of them; `bound` below every
+    solution; `iterations` of the simplex method that it took."""
+
+    status: Status
+    values: tuple[float, ...]
+    objective: float
+    bound: float
+    iterations: int = 0
 
 
 def add(into: dict[int, float], terms: Terms, factor: float = 1.0) -> None:

@@ -15,8 +15,9 @@ from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
 from autopar.solve.ilp.decode import decode, trim_offload
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
+from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.solver import Outcome, Status, solve, solve_large
+from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
@@ -34,22 +35,19 @@ _REPEAT_TOLERANCE = 1e-6
 @dataclass(slots=True)
 class MeshSolution:
     """The state of one point of the grid. `bound_seconds` is below every plan on it; `shortage_bytes` is the least that an
-    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved.
-    `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+    infeasible one lacks on each device, `refusal` why its plan does not obey a forced degree, `reason` why it was not solved."""
 
     point: GridPoint
     status: Status = Status.TIMEOUT
     bound_seconds: float = 0.0
     objective_seconds: float = inf
-    candidate: Candidate | None = None
-    evaluation: Evaluation | None = None
+    plan: PricedPlan | None = None
     variables: int = 0
     constraints: int = 0
     shortage_bytes: float = 0.0
     warnings: list[str] = field(default_factory=list)
     refusal: str = ""
     reason: str = ""
-    graph: Graph | None = None
 
     def __str__(self) -> str:
         return str(self.point)
@@ -70,11 +68,7 @@ class MeshSolution:
 
     @property
     def step_seconds(self) -> float | None:
-        return self.evaluation.step_seconds if self.evaluation is not None and self.solved else None
-
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        return self.evaluation.peak_memory_bytes if self.evaluation is not None and self.solved else None
+        return self.plan.evaluation.step_seconds if self.plan is not None and self.solved else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +91,10 @@ class PricedPlan:
         """Return whether no forced axis repeats more FLOPs than it may."""
         return all(share <= MOST_REDUNDANT for axis, share in self.evaluation.redundant_share if axis in force)
 
-    def solution(self) -> MeshSolution:
+    def solution(self, bound_seconds: float = 0.0) -> MeshSolution:
         """Return the plan, which fits, as all that is known of its point of the grid."""
-        return MeshSolution(
-            GridPoint.of(self.candidate),
-            status=Status.FEASIBLE,
-            objective_seconds=self.evaluation.step_seconds,
-            candidate=self.candidate,
-            evaluation=self.evaluation,
-            graph=self.graph,
-        )
+        point, seconds = GridPoint.of(self.candidate), self.evaluation.step_seconds
+        return MeshSolution(point, Status.FEASIBLE, bound_seconds, seconds, plan=self)
 
 
 @dataclass(slots=True)
@@ -154,8 +142,8 @@ class MeshSolver:
             self._accept(form, outcome)
             if self.result.solved or self.result.refusal or left <= 0 or iterations <= 0:
                 break
-            assert self.result.evaluation is not None
-            margin += 1.02 * (self.result.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
+            assert self.result.plan is not None
+            margin += 1.02 * (self.result.plan.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
 
     def relax_with_memory(self, time_limit_seconds: float, iterations: int | None = None) -> float | None:
         """Return seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits,
@@ -220,20 +208,20 @@ class MeshSolver:
 
     def _accept(self, form: Formulation, outcome: Outcome) -> None:
         """Decode and price a solution. It counts as solved only if it fits by the evaluator."""
-        result = self.result
-        result.candidate = decode(form, outcome.values)
-        result.evaluation = self._price(result.candidate)
-        if result.evaluation.fits:
-            result.candidate, result.evaluation = trim_offload(result.candidate, result.evaluation, self._price)
-        result.status = outcome.status if result.evaluation.fits else Status.TIMEOUT
-        result.refusal = why_disobeyed(self.problem, result.candidate, self.sharded_axes)
+        result, candidate = self.result, decode(form, outcome.values)
+        evaluation = self._price(candidate)
+        if evaluation.fits:
+            candidate, evaluation = trim_offload(candidate, evaluation, self._price)
+        result.plan = PricedPlan(candidate, evaluation)
+        result.status = outcome.status if evaluation.fits else Status.TIMEOUT
+        result.refusal = why_disobeyed(self.problem, candidate, self.sharded_axes)
         if result.refusal:
             result.status = Status.INFEASIBLE
         # A solution within the gap may pay for conversions that decoding leaves out, but for no more than its gap.
         least = self._seconds(form, outcome, outcome.bound) * (1 - 1e-6)
         seconds = self._seconds(form, outcome, outcome.objective)
-        result.objective_seconds = min(seconds, max(least, result.evaluation.step_seconds))
-        ratio = result.evaluation.step_seconds / max(result.objective_seconds, 1e-30)
+        result.objective_seconds = min(seconds, max(least, evaluation.step_seconds))
+        ratio = evaluation.step_seconds / max(result.objective_seconds, 1e-30)
         if not 1 - 1e-6 <= ratio <= RATIO:
             result.warnings.append(f"{result.point.mesh}: the evaluator says {ratio:.6f} times what the ILP says")
 

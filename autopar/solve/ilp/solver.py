@@ -4,8 +4,6 @@ of their binaries."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from heapq import heappop, heappush
 from queue import Queue
@@ -13,8 +11,8 @@ from threading import Thread, current_thread, main_thread
 from time import monotonic
 from typing import TypeVar
 
-from autopar.solve.ilp.linear_model import LinearModel
-from autopar.solve.ilp.solver_call import Limits, SolverName, SolverResult, call_solver
+from autopar.solve.ilp.linear_model import LinearModel, Outcome, Status
+from autopar.solve.ilp.solver_call import SolverName, call_solver
 
 T = TypeVar("T")
 
@@ -31,31 +29,6 @@ _NODE_VARIABLES = 300_000
 """Nodes of an integer program times its variables at most: some seconds, whatever its size."""
 
 
-class Status(StrEnum):
-    """The status of a solution. `FEASIBLE`: the solution is not proven optimal. `TIMEOUT`: time ended without a solution.
-    `PRUNED`: not solved, since its bound is above a known plan. `NOT_TRIED`: not solved, although its bound leaves room for a
-    better plan."""
-
-    OPTIMAL = "OPTIMAL"
-    FEASIBLE = "FEASIBLE"
-    TIMEOUT = "TIMEOUT"
-    INFEASIBLE = "INFEASIBLE"
-    PRUNED = "PRUNED"
-    NOT_TRIED = "NOT TRIED"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a solver: `values` per variable (empty without a solution); `objective` of them; `bound` below every
-    solution; `iterations` of the simplex method that it took."""
-
-    status: Status
-    values: tuple[float, ...]
-    objective: float
-    bound: float
-    iterations: int = 0
-
-
 def solve(
     model: LinearModel,
     *,
@@ -66,23 +39,15 @@ def solve(
     iterations: int | None = None,
     nodes: int | None = None,
 ) -> Outcome:
-    """Minimise the objective of a model. `relaxed` drops integrality: the root LP. Limits: see `solver_call.Limits`."""
-    limits = Limits(iterations, nodes, time_limit_seconds)
+    """Minimise the objective of a model. `relaxed` drops integrality: the root LP. Limits: see `call_solver`."""
 
-    def call(name: SolverName) -> SolverResult | None:
-        return _interruptible(partial(call_solver, model, name, relaxed, limits, relative_gap))
+    def call(name: SolverName) -> Outcome | None:
+        return _interruptible(partial(call_solver, model, name, relaxed, relative_gap, iterations, nodes, time_limit_seconds))
 
-    result = call(solver)
-    if result is None and solver == "highs":
-        result = call("glop" if relaxed else "scip")
-    if result is None:
-        return Outcome(Status.TIMEOUT, (), float("inf"), -float("inf"))
-    if result.infeasible:
-        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), result.iterations)
-    if result.values is None:
-        return Outcome(Status.TIMEOUT, (), float("inf"), result.bound, result.iterations)
-    status = Status.OPTIMAL if result.optimal else Status.FEASIBLE
-    return Outcome(status, result.values, result.objective, min(result.bound, result.objective), result.iterations)
+    outcome = call(solver)
+    if outcome is None and solver == "highs":
+        outcome = call("glop" if relaxed else "scip")
+    return outcome or Outcome(Status.TIMEOUT, (), float("inf"), -float("inf"))
 
 
 def most_nodes(model: LinearModel) -> int:

@@ -6,7 +6,6 @@ costs and the basis too: a third of the time of the search went there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ import numpy
 from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, parameters_pb2, result_pb2, solution_pb2
 from ortools.math_opt.core.python import solver as math_opt
 
-from autopar.solve.ilp.linear_model import LinearModel
+from autopar.solve.ilp.linear_model import LinearModel, Outcome, Status
 
 SolverName = Literal["highs", "scip", "glop"]
 
@@ -29,47 +28,32 @@ _LONGEST_SECONDS = 1e6
 _INFEASIBLE = (result_pb2.TERMINATION_REASON_INFEASIBLE, result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED)
 
 
-@dataclass(frozen=True, slots=True)
-class SolverResult:
-    """The numbers of a solution: `values` per variable, None without a feasible solution; `objective` of them; `bound` below
-    every solution; `iterations` of the simplex method in all its linear programs."""
-
-    infeasible: bool
-    optimal: bool
-    values: tuple[float, ...] | None
-    objective: float
-    bound: float
-    iterations: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits at which a solver ends without an optimum: counts, which are the same on every machine, of the simplex `iterations`
-    of a linear relaxation and the `nodes` of an integer program (None: no limit), and the user's time limit."""
-
-    iterations: int | None = None
-    nodes: int | None = None
-    time_limit_seconds: float | None = None
-
-
 def call_solver(
-    model: LinearModel, solver: SolverName, relaxed: bool, limits: Limits, relative_gap: float
-) -> SolverResult | None:  # fmt: skip
-    """Minimise the objective of a model; `relaxed` drops integrality. None where the solver gave up for numerical reasons (HiGHS'
-    model status "unknown", which OR-tools reports as an error)."""
+    model: LinearModel,
+    solver: SolverName,
+    relaxed: bool,
+    relative_gap: float,
+    iterations: int | None = None,
+    nodes: int | None = None,
+    time_limit_seconds: float | None = None,
+) -> Outcome | None:
+    """Minimise the objective of a model; `relaxed` drops integrality. It ends without an optimum at limits: counts, which are the
+    same on every machine, of the simplex `iterations` of a linear relaxation and the `nodes` of an integer program (None: no
+    limit), and the user's time limit. None where the solver gave up for numerical reasons (HiGHS' model status "unknown", which
+    OR-tools reports as an error)."""
     parameters = parameters_pb2.SolveParametersProto()
     parameters.highs.int_options.update(_ONE_THREAD)
-    if limits.time_limit_seconds is not None:
-        parameters.time_limit.FromTimedelta(timedelta(seconds=max(0.05, min(limits.time_limit_seconds, _LONGEST_SECONDS))))
+    if time_limit_seconds is not None:
+        parameters.time_limit.FromTimedelta(timedelta(seconds=max(0.05, min(time_limit_seconds, _LONGEST_SECONDS))))
     if relaxed and solver == "highs":
         # its presolve of flows takes longer than the simplex method without it: 11.4 and 6.6 s in all of T5-11B's
         parameters.presolve = parameters_pb2.EMPHASIS_OFF
-    if relaxed and limits.iterations is not None:
-        parameters.iteration_limit = limits.iterations
+    if relaxed and iterations is not None:
+        parameters.iteration_limit = iterations
     if not relaxed:
         parameters.relative_gap_tolerance = relative_gap
-        if limits.nodes is not None:
-            parameters.node_limit = limits.nodes
+        if nodes is not None:
+            parameters.node_limit = nodes
     initializer, callbacks = parameters_pb2.SolverInitializerProto(), callback_pb2.CallbackRegistrationProto()
     kind = getattr(parameters_pb2, _KINDS[solver])
     arguments = _proto(model, relaxed), kind, initializer, parameters, _without_duals(), None, callbacks, None, None
@@ -90,21 +74,17 @@ def _without_duals() -> Any:
     return out
 
 
-def _result(response: Any) -> SolverResult:
-    ending = response.termination
+def _result(response: Any) -> Outcome:
+    ending, iterations = response.termination, response.solve_stats.simplex_iterations
+    if ending.reason in _INFEASIBLE:
+        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), iterations)
     bound = ending.objective_bounds.dual_bound if ending.HasField("objective_bounds") else -float("inf")
-    values, objective = None, float("inf")
-    if response.solutions and response.solutions[0].primal_solution.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:
-        primal = response.solutions[0].primal_solution
-        values, objective = tuple(primal.variable_values.values), primal.objective_value  # ids ascend, as variables do
-    return SolverResult(
-        infeasible=ending.reason in _INFEASIBLE,
-        optimal=ending.reason == result_pb2.TERMINATION_REASON_OPTIMAL,
-        values=values,
-        objective=objective,
-        bound=bound,
-        iterations=response.solve_stats.simplex_iterations,
-    )
+    primal = response.solutions[0].primal_solution if response.solutions else None
+    if primal is None or primal.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
+        return Outcome(Status.TIMEOUT, (), float("inf"), bound, iterations)
+    values, objective = tuple(primal.variable_values.values), primal.objective_value  # ids ascend, as variables do
+    status = Status.OPTIMAL if ending.reason == result_pb2.TERMINATION_REASON_OPTIMAL else Status.FEASIBLE
+    return Outcome(status, values, objective, min(bound, objective), iterations)
 
 
 def _proto(model: LinearModel, relaxed: bool) -> model_pb2.ModelProto:

@@ -10,8 +10,8 @@ from autopar.ir.mesh import Mesh
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, bound_by_blocks, has_many_blocks, ideal_seconds, operation_bound
 from autopar.solve.bounds.memory_bound import memory_bound
-from autopar.solve.forked import forked_map
-from autopar.solve.ilp.solver import Status
+from autopar.solve.forked import Lookahead
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.problem.forced_axes import check_forced_axes, forced_axes
 from autopar.solve.problem.pins import constraint_texts
 from autopar.solve.problem.problem import Problem, with_zero_group
@@ -184,7 +184,9 @@ class MeshBounds:
             state.facts = known.copy()  # what this process saw of other meshes must not matter
             return each.bound()
 
-        for mesh_bound, report in zip(others, forked_map(bound, others, state.options.processes), strict=True):
+        with Lookahead(bound, state.options.processes) as ahead:
+            reports = [ahead.result(each, others[number:]) for number, each in enumerate(others, 1)]
+        for mesh_bound, report in zip(others, reports, strict=True):
             mesh_bound.take(report)
         self._open |= {each.members[0].point.mesh: each for each in (first, *others) if not each.relaxations.sharp}
 

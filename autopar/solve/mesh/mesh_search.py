@@ -13,8 +13,8 @@ from autopar.solve.bounds.memory_bound import memory_bound
 from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.forked import Lookahead
 from autopar.solve.ilp.block_memory import unavoidable_shortage_bytes
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
-from autopar.solve.ilp.solver import Status
 from autopar.solve.mesh.mesh_bounds import MeshBounds, bound_by_flow
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -79,10 +79,8 @@ class MeshSearch:
         plans = WarmStart(state.graph, state.cluster, state.options, state.tables, state.seconds_left)
 
         def solve(each: SearchPoint) -> MeshSolution | None:
-            solution = plans.fastest_fitting(each.point)
-            if solution is not None:
-                solution.bound_seconds = each.bound_seconds
-            return solution
+            plan = plans.fastest_fitting(each.point)
+            return plan.solution(each.bound_seconds) if plan is not None else None
 
         order = [each for each in state.pending_points(points) if state.is_large(each)]
         with Lookahead(solve, state.options.processes) as ahead:

@@ -48,9 +48,9 @@ class PipelineSearch:
             tried[key] += 1
             count += 1
             pending[point].left_out = "the partitions that were priced do not fit, or are listed with their schedules"
-            result = self.stage_search.solve_point(point, option, state.best_seconds())
-            if result is not None:
-                result.bound_seconds = pending[point].bound_seconds
-                yield result
-                if state.best is result:
+            plan = self.stage_search.solve_point(point, option, state.best_seconds())
+            if plan is not None:
+                solution = plan.solution(pending[point].bound_seconds)
+                yield solution
+                if state.best is solution:
                     tried[key] = 0

@@ -22,8 +22,8 @@ from autopar.solve.bounds.frontier import SavedLine
 from autopar.solve.bounds.schedule_paths import COARSE_GROUPS, FINE_GROUPS, KINDS, schedule_paths
 from autopar.solve.bounds.stage_calls import BlockCalls, ClassCalls, Linear, StageLimits, transfers_of
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, add, total
-from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Status, add, total
+from autopar.solve.ilp.solver import solve
 from autopar.solve.ilp.solver_call import SolverName
 from autopar.solve.space.pipeline_grid import ScheduleOption
 

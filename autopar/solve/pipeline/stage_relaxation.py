@@ -16,12 +16,11 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_memory import backward_working_bytes
 from autopar.ir.graph import Node
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, relax_blocks
-from autopar.solve.bounds.call_lines import CallLines, duration_lines, saved_lines
+from autopar.solve.bounds.call_lines import CallLines, duration_lines, saved_lines, traded_lines
 from autopar.solve.bounds.call_state import call_states, undominated
 from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.bounds.traded_lines import traded_lines
 from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, with_zero_group

@@ -25,7 +25,7 @@ from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
 from autopar.schedules.placement import stage_of_chunks
-from autopar.solve.ilp.solve_mesh import MeshSolution, PricedPlan
+from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.pipeline.stage_choices import StageChoices, StagePlan
 from autopar.solve.pipeline.stage_cuts import CutClock, move_calls
 from autopar.solve.pipeline.stage_partition import Matrix, allowed_ranges, best_partition
@@ -108,7 +108,7 @@ class StageSearch:
             return max(least(0.0, 0.0), least(option.bubble_passes, shared * transfer) / shared)
         return least(option.bubble_passes, transfer)
 
-    def solve_point(self, point: GridPoint, option: ScheduleOption, rival_seconds: float = 0.0) -> MeshSolution | None:
+    def solve_point(self, point: GridPoint, option: ScheduleOption, rival_seconds: float = 0.0) -> PricedPlan | None:
         """Partition and price the point under one schedule, and partition it with a smaller budget where it does not fit. None
         where no partition fits. Where the step may come below `rival_seconds` by it, calls take plans of their own, to use all of
         the memory, and move between chunks."""
@@ -122,7 +122,7 @@ class StageSearch:
                 break
             found = self._priced(placed, option, plan)
             if found.evaluation.fits:
-                return self._with_spare_memory(placed, option, plan, found, rival_seconds).solution()
+                return self._with_spare_memory(placed, option, plan, found, rival_seconds)
             margin += 1.02 * (found.evaluation.peak_memory_bytes - found.evaluation.memory_budget_bytes)
         return None
 

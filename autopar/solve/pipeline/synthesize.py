@@ -19,7 +19,7 @@ from autopar.schedules.synthesis.known_orders import known_orders, start_seconds
 from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
 from autopar.schedules.synthesis.merge_backward import with_merged_backwards
 from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, MemoryLimits, Order, Task
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 
 _UNITS = 1_000_000
 """Units of the best known makespan, or of a stage's memory, where numbers are no multiples of a larger unit."""

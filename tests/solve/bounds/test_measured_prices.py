@@ -96,8 +96,8 @@ def test_more_micro_batches_are_found_where_they_are_faster() -> None:
         axes = forced_axes(point.mesh, options.force)
         attempt = MeshSolver(graph, problem, axes, 1e-6, MeshSolution(point))
         attempt.solve_with_memory(20.0)
-        assert attempt.result.evaluation is not None
-        steps.append((attempt.result.evaluation.step_seconds, point.micro_batches))
+        assert attempt.result.plan is not None
+        steps.append((attempt.result.plan.evaluation.step_seconds, point.micro_batches))
         assert each.bound_seconds <= steps[-1][0] * (1 + 1e-6)
     assert min(steps)[1] > 1 and result.evaluation.step_seconds <= min(steps)[0] * 1.001
     assert result.lower_bound_seconds <= min(steps)[0] * (1 + 1e-6)
@@ -144,7 +144,7 @@ def test_no_pipeline_is_below_its_bounds() -> None:
     below what is found there."""
     graph, cluster, force = small(64), measured(CONVEX), {"pp": 2, "tp": 2}
     every = search(graph, cluster, SearchOptions(force=force))
-    points = (each for each in every.solutions if each.point.stages == 2 and each.evaluation is None)
+    points = (each for each in every.solutions if each.point.stages == 2 and each.plan is None)
     bounds = {each.point.micro_batches: each.bound_seconds for each in points}
     assert len(bounds) > 1
     for micro_batches, bound in bounds.items():

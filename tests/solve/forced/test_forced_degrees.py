@@ -20,7 +20,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, Infeasible, PlanError
 from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.search import search
 from autopar.solve.space.force import parse_force
 from autopar.solve.space.options import SearchOptions

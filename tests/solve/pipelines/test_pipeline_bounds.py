@@ -31,7 +31,8 @@ from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer, stage_transfers
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.ilp.solver import Outcome, Status, solve
+from autopar.solve.ilp.linear_model import Outcome, Status
+from autopar.solve.ilp.solver import solve
 from autopar.solve.ilp.solver_call import SolverName
 from autopar.solve.pipeline import pipeline_bounds, stage_program
 from autopar.solve.pipeline.pipeline_bounds import ScheduleReport

@@ -23,9 +23,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.rules.registry import default_registry
 from autopar.solve.bounds.block_relaxation import relax_blocks
-from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines
+from autopar.solve.bounds.call_lines import DurationLine, SavedLine, duration_lines, saved_lines, traded_lines
 from autopar.solve.bounds.memory_frontier import memory_frontier
-from autopar.solve.bounds.traded_lines import traded_lines
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.options import SearchOptions

@@ -10,7 +10,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.describe import cut_short_text
 from autopar.solve import search_state
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search

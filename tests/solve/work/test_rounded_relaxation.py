@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from autopar.solve.ilp import solver
-from autopar.solve.ilp.linear_model import LinearModel
-from autopar.solve.ilp.solver import Status, solve, solve_large
+from autopar.solve.ilp.linear_model import LinearModel, Status
+from autopar.solve.ilp.solver import solve, solve_large
 
 _EDGE_COST = 3.0
 

@@ -19,11 +19,10 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp import solver as ilp
 from autopar.solve.ilp.formulate import formulate
-from autopar.solve.ilp.linear_model import LinearModel
+from autopar.solve.ilp.linear_model import LinearModel, Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
-from autopar.solve.ilp.solver import Status
-from autopar.solve.ilp.solver_call import SolverName, SolverResult
+from autopar.solve.ilp.solver_call import SolverName
 from autopar.solve.search import search
 from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
@@ -106,9 +105,9 @@ def test_iterations_end_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
     root = ilp.solve(model, relaxed=True)
     call = ilp.call_solver
 
-    def limited(model: LinearModel, name: SolverName, relaxed: bool, limits: Any, *rest: Any) -> SolverResult | None:
-        left.extend([limits.iterations] if relaxed else [])
-        return call(model, name, relaxed, limits, *rest)
+    def limited(model: LinearModel, name: SolverName, relaxed: bool, gap: float, *rest: Any) -> Outcome | None:
+        left.extend(rest[:1] if relaxed else [])  # the limit of iterations
+        return call(model, name, relaxed, gap, *rest)
 
     monkeypatch.setattr(ilp, "call_solver", limited)
     monkeypatch.setattr(ilp._Branching, "_within_gap", lambda self, bound: False)
@@ -126,7 +125,7 @@ def test_a_relaxation_under_memory_is_the_root_of_the_program(monkeypatch: pytes
     problem, programs = _problem(), list[bool]()
     call = ilp.call_solver
 
-    def counted(model: LinearModel, name: SolverName, relaxed: bool, *rest: Any) -> SolverResult | None:
+    def counted(model: LinearModel, name: SolverName, relaxed: bool, *rest: Any) -> Outcome | None:
         programs.append(relaxed)
         return call(model, name, relaxed, *rest)
 

@@ -10,8 +10,8 @@ from ortools.math_opt import model_parameters_pb2
 from ortools.math_opt.python import mathopt
 
 from autopar.solve.ilp import solver, solver_call
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel
-from autopar.solve.ilp.solver import Status, solve
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Outcome, Status
+from autopar.solve.ilp.solver import solve
 
 
 def _model(seed: int, infeasible: bool = False) -> LinearModel:
@@ -78,10 +78,10 @@ def test_a_solver_that_gives_up_is_followed_by_another(monkeypatch: pytest.Monke
     """OR-tools says so by `StatusNotOk`, as it does of a model with a bound that is no number."""
     broken = _model(0)
     broken.lower[0] = float("nan")
-    assert solver_call.call_solver(broken, "highs", True, solver_call.Limits(), 1e-6) is None
+    assert solver_call.call_solver(broken, "highs", True, 1e-6) is None
     original, names = solver_call.call_solver, list[str]()
 
-    def call(model: LinearModel, name: solver_call.SolverName, *rest: object) -> solver_call.SolverResult | None:
+    def call(model: LinearModel, name: solver_call.SolverName, *rest: object) -> Outcome | None:
         names.append(name)
         return None if name == "highs" else original(model, name, *rest)  # type: ignore[arg-type]
 

@@ -56,8 +56,8 @@ def collectives_of_block(lowered: LoweredBlock, mesh: Mesh) -> Counter[Key]:
 def collectives(lowered: Lowered) -> Counter[Key]:
     """Of one training step."""
     out: Counter[Key] = Counter()
-    for call in lowered.calls:
-        out.update(collectives_of_block(lowered.block(call.block), lowered.mesh))
+    for call in lowered.graph.calls:
+        out.update(collectives_of_block(lowered.block(call.block), lowered.candidate.mesh))
     return out
 
 

@@ -16,7 +16,7 @@ from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.partition_saved import replicated_on
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate, Conversion
-from autopar.solve.ilp.solver import Status
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.result import PlanResult
 from support.plans.drawn_candidates import drawn_candidate
 
