@@ -97,6 +97,8 @@ class Gradient(DTensor):
         if getattr(func, "__name__", "") == "_foreach_norm" and not is_traced():
             return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if not isinstance(result, (torch.Tensor, list, tuple)):  # a property: optimizers ask `is_sparse` of each
+            return result
         if is_traced() and not _is_elementwise(result, args):
             raise RuntimeProblem(
                 f"torch.compile cannot trace {getattr(func, '__name__', func)} of a gradient, which is that of the whole tensor: "
