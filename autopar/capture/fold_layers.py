@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from autopar.capture.flat import FlatGraph, rename_operands
 from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, lacks_batch
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, draws_masks, lacks_batch
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.operations.table import operation, operations
@@ -24,14 +24,14 @@ from autopar.operations.table import operation, operations
 
 def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     """The graph of `flat` with equal layers folded."""
+    layers = layer_lists(model) | called_repeatedly(model, flat.nodes)
+    flat = replace(flat, nodes=with_late_constants(flat.nodes, layers))
     blocks: dict[str, Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
     graph_names = {value.name: value.name for value in flat.inputs}
     shapes = BlockShapes(model, flat)
-    spans = Spans(
-        flat.nodes, layer_lists(model) | called_repeatedly(model, flat.nodes), lambda span: shapes.of(span).fingerprint
-    ).chosen()
+    spans = Spans(flat.nodes, layers, lambda span: shapes.of(span).fingerprint).chosen()
     given = set(graph_names.values())
     for index, span in enumerate(spans):
         shaped, prefix = shapes.of(span), without_marks(span.path)
@@ -65,6 +65,24 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
         interface=traced.interface,
     )
     return replace(graph, fingerprint=graph_fingerprint(graph))
+
+
+def with_late_constants(nodes: Sequence[Node], layers: Collection[str]) -> tuple[Node, ...]:
+    """Move constants that are read after the last layer alone (weights of classes) to where they are read: the block of the loss
+    has them then, where each micro-batch and the last stage of a pipeline ask for them."""
+    paths = [without_marks(node.module) for node in nodes]
+    inside = [at for at, path in enumerate(paths) if any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
+    early = {name for node in nodes[: max(inside, default=-1) + 1] for name in node.operands()}
+    waiting: dict[str, Node] = {}
+    out: list[Node] = []
+    for node in nodes:
+        constant = not node.module and not node.operands() and not draws_masks(node) and len(node.outputs) == 1
+        if constant and node.outputs[0].name not in early:
+            waiting[node.outputs[0].name] = node
+            continue
+        out += [waiting.pop(name) for name in dict.fromkeys(node.operands()) if name in waiting]
+        out.append(node)
+    return (*out, *waiting.values())
 
 
 def glue_name(index: int, total: int) -> str:

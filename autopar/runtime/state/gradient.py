@@ -32,6 +32,8 @@ _VIEWS = frozenset((
 _JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
 _NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
 
+_PARAMETER = "parameter "
+"""Begins the name under which `StageNorms` has the norm of a parameter, not of its gradient."""
 _NORM_OF_ALL = "the norm of all gradients (where a stage has none since a freeze: parallel.clip_grad_norm_(max_norm))"
 
 
@@ -67,19 +69,20 @@ class StageGradients:
 
     def total_norm(self, norms: torch.Tensor, names: tuple[str, ...], order: float) -> torch.Tensor:
         """The norm of the norms of all gradients of all stages, those of parameters on several stages counted once."""
-        present = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
-        if not self.every_stage_trains:
+        of_parameters = sorted(names) == sorted(f"{_PARAMETER}{name}" for name in self.parameters)
+        if not of_parameters and not self.every_stage_trains:
             raise RuntimeProblem(
                 "a stage of this pipeline has no parameters that train, so that its ranks take no part in torch's norm of all "
                 "gradients: call parallel.clip_grad_norm_(max_norm)"
             )
-        if sorted(names) != sorted(present):
+        if not of_parameters and sorted(names) != sorted(name for name, p in self.parameters.items() if p.grad is not None):
             raise RuntimeProblem(
-                "the norm of some of the gradients of a pipeline, of which a stage has only its own: take that of all of "
-                "parallel.parameters(), or call parallel.clip_grad_norm_(max_norm)"
+                "the norm of some of the gradients or parameters of a pipeline, of which a stage has only its own: take that of "
+                "all of parallel.parameters(), or call parallel.clip_grad_norm_(max_norm)"
             )
+        names = tuple(name.removeprefix(_PARAMETER) for name in names)
         first = torch.tensor([self.holders[name][0] == self.mesh.pp.coordinate for name in names], device=norms.device)
-        own = torch.linalg.vector_norm(torch.where(first, norms.double(), 0.0), order)
+        own = torch.linalg.vector_norm(torch.where(first, norms.double(), 0.0 if order >= 0 else math.inf), order)
         with watched(self.heartbeat, _NORM_OF_ALL):
             return _over_ranks(own, order, self.mesh.group(self.mesh.pp.name)).to(norms.dtype)
 
@@ -280,10 +283,15 @@ def _list_norms(tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.
     for mesh, positions in by_mesh.items():
         some: Any = [every[position] for position in positions]
         norms.update(zip(positions, torch._foreach_norm(some, ord) if mesh is None else whole_norms(some, ord), strict=True))
-    for position, each in enumerate(every):
-        if isinstance(each, Gradient) and each.stage is not None:
-            norms[position] = _norms(norms[position], each.stage, (each.parameter_name,))
-    return [norms[position].to(local_of(each).dtype) for position, each in enumerate(every)]  # .dtype would ask here again
+    # .dtype would ask here again
+    return [stage_norm(norms[position].to(local_of(each).dtype), each) for position, each in enumerate(every)]
+
+
+def stage_norm(norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The norm of a value: one that asks all stages where it is combined with others, if `value` is a parameter of a pipeline or
+    its gradient."""
+    stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
+    return norm if stage is None else _norms(norm, stage, (name if isinstance(value, Gradient) else f"{_PARAMETER}{name}",))
 
 
 def flat(values: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from ..comm.heartbeat import glancing
 from ..compat.dtensor import has_empty_part, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
-from ..state.gradient import flat, whole_norms
+from ..state.gradient import flat, stage_norm, whole_norms
 
 _NO_SUMS = (
     *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist", "norm", "linalg_vector_norm"),
@@ -48,8 +48,10 @@ def _reduce(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:
     tensors, *order = args
-    mesh = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
-    if kwargs or len(order) > 1 or not all(isinstance(each, DTensor) and each.device_mesh == mesh for each in tensors):
+    meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in tensors}
+    mesh = meshes.pop()
+    if kwargs or len(order) > 1 or meshes or mesh is None:
         return _reduce(op, args, kwargs)
-    norms = whole_norms(tensors, *order).unbind()
-    return [replicated(norm.to(each.dtype), each.device_mesh) for norm, each in zip(norms, tensors, strict=True)]
+    norms = [norm.to(each.dtype) for norm, each in zip(whole_norms(tensors, *order), tensors, strict=True)]
+    staged = [stage_norm(norm, each) for norm, each in zip(norms, tensors, strict=True)]
+    return [replicated(norm, mesh) if of is norm else of for norm, of in zip(norms, staged, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness.rank_pool import RankPool
+from support.harness.training_loop import full_gradients
 from torch import Tensor, nn
 
 import autopar
@@ -71,6 +72,54 @@ def test_their_programs_are_proven(plan: str) -> None:
     found = autopar.plan(Weighted(), "local:2", batch(0), force=plan)
     certificate = prove_program(found)
     assert certificate.holds, certificate.line()
+
+
+class Layers(nn.Module):
+    """With weights of classes in an attribute, which are constants of the program, as those of a loss_fn are."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count))
+        self.head, self.weight = nn.Linear(6, 5), torch.linspace(0.5, 2.0, 5)
+
+    def scores(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.scores(x), y, weight=self.weight)
+
+
+class Scores(Layers):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.scores(x)
+
+
+def constant_weights(degrees: str, count: int) -> None:
+    """On a rank."""
+    outside = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 2.0, 1.0, 0.7, 4.0]), label_smoothing=0.1)
+    for kind, loss_fn in ((Layers, None), (Scores, outside)):
+        torch.manual_seed(0)
+        plain = kind(count)
+        example = tuple(batch(0).values())
+        parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", example, force=degrees, loss_fn=loss_fn, cache=False)
+        for step in range(2):
+            x, y = batch(step).values()
+            loss, expected = parallel(x, y), plain(x, y) if loss_fn is None else loss_fn(plain(x), y)
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            loss.backward()
+            expected.backward()
+            torch.testing.assert_close(full_gradients(parallel), full_gradients(plain), rtol=1e-5, atol=1e-6)
+            parallel.zero_grad()
+            plain.zero_grad()
+
+
+@pytest.mark.parametrize("degrees", ["dp=2,micro=2", "dp=1,pp=2,micro=4"])
+def test_constant_weights_of_classes(ranks: RankPool, degrees: str) -> None:
+    """In a model of three layers, whose blocks are equal, and in one that is a single block."""
+    for count in (3, 1):
+        ranks.run(constant_weights, degrees, count, world=2)
 
 
 class Spectral(Weighted):
