@@ -10,31 +10,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import (
-    AutoparError,
-    BatchError,
-    CaptureError,
-    ClusterError,
-    Infeasible,
-    OperatorError,
-    PlanError,
-    PlanMismatch,
-    StateError,
-    UnsupportedOp,
-)
+# "as", here and below: type checkers export a name that is imported so, and do not look up `_LAZY`.
+from autopar.errors import AutoparError as AutoparError
+from autopar.errors import BatchError as BatchError
+from autopar.errors import CaptureError as CaptureError
+from autopar.errors import ClusterError as ClusterError
+from autopar.errors import Infeasible as Infeasible
+from autopar.errors import OperatorError as OperatorError
+from autopar.errors import PlanError as PlanError
+from autopar.errors import PlanMismatch as PlanMismatch
+from autopar.errors import StateError as StateError
+from autopar.errors import UnsupportedOp as UnsupportedOp
 
 if TYPE_CHECKING:
-    from autopar.api import parallelize
-    from autopar.cost_models.hardware.cluster import Cluster
-    from autopar.ir.plan import Precision
-    from autopar.ir.plan_file.plan_file import Plan
-    from autopar.ops.opaque import opaque
-    from autopar.plan_inputs import register_rule
-    from autopar.planning import plan
-    from autopar.runtime.checkpoint.entry import load_checkpoint
-    from autopar.runtime.transfer.vllm_layout import VllmLayout
-    from autopar.runtime.transfer.weight_transfer import receive_weights
-    from autopar.weight_transfer import plan_weight_transfer
+    from autopar.api import parallelize as parallelize
+    from autopar.cost_models.hardware.cluster import Cluster as Cluster
+    from autopar.ir.plan import Precision as Precision
+    from autopar.ir.plan_file.plan_file import Plan as Plan
+    from autopar.ops.opaque import opaque as opaque
+    from autopar.plan_inputs import register_rule as register_rule
+    from autopar.planning import plan as plan
+    from autopar.runtime.checkpoint.entry import load_checkpoint as load_checkpoint
+    from autopar.runtime.transfer.vllm_layout import VllmLayout as VllmLayout
+    from autopar.runtime.transfer.weight_transfer import receive_weights as receive_weights
+    from autopar.weight_transfer import plan_weight_transfer as plan_weight_transfer
 
 _LAZY = {
     "load_checkpoint": "autopar.runtime.checkpoint.entry",
@@ -51,27 +50,9 @@ _LAZY = {
 }
 
 __all__ = [
-    "AutoparError",
-    "BatchError",
-    "CaptureError",
-    "Cluster",
-    "ClusterError",
-    "Infeasible",
-    "OperatorError",
-    "Plan",
-    "PlanError",
-    "PlanMismatch",
-    "Precision",
-    "StateError",
-    "UnsupportedOp",
-    "VllmLayout",
-    "load_checkpoint",
-    "opaque",
-    "parallelize",
-    "plan",
-    "plan_weight_transfer",
-    "receive_weights",
-    "register_rule",
+    *_LAZY,
+    *("AutoparError", "BatchError", "CaptureError", "ClusterError", "Infeasible", "OperatorError", "PlanError"),
+    *("PlanMismatch", "StateError", "UnsupportedOp"),
 ]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autopar.ir.plan_file.plan_file import Plan, load_plan
 from autopar.program.build import build_program
 from autopar.runtime.device.axis import AxisHandle
-from autopar.runtime.device.mesh import DATA_AXIS, PIPELINE_AXIS, SHARD_AXIS, MeshHandle
+from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.state.parameter_table import parameter_index, parameter_tables
 from autopar.runtime.transfer.transfer_plan import TransferPlan, plan_transfer
 from autopar.runtime.transfer.vllm_layout import VllmLayout
@@ -49,19 +51,11 @@ def _layout_of_plan(plan: Plan | str | Path, dtype: torch.dtype | None) -> Weigh
 class _PlannedMesh(MeshHandle):
     """The mesh of a plan, without processes: sizes of its axes, as its first rank sees them."""
 
-    def __init__(self, axes: dict[str, int]) -> None:
-        self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
-        self.launched_axes, self.opaque_modules = self.axes, {}
-        self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
-        self.device = torch.device("meta")
-        self.pp = AxisHandle(PIPELINE_AXIS, axes.get(PIPELINE_AXIS, 1))
-        self.handles = {name: AxisHandle(name, size) for name, size in self.axes.items()}
-        for name in (DATA_AXIS, "tp", "ep", *self.axes):
-            setattr(self, name, self.axis(name))
-        self.group_state(0)
+    def _join(self, axes: Mapping[str, int]) -> torch.device:
+        return torch.device("meta")
 
-    def group_state(self, group_size: int) -> None:
-        self.state_axes, self.shard_axis = self.axes, self.dp
-        if group_size not in (0, self.dp.size):
-            self.state_axes = self.divided_axes(group_size)
-            self.shard_axis = AxisHandle(SHARD_AXIS, group_size)
+    def _meshes(self, axes: Mapping[str, int]) -> tuple[Any, Any]:
+        return None, None
+
+    def _handle(self, name: str, size: int, mesh: Any) -> AxisHandle:
+        return AxisHandle(name, size)

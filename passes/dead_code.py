@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import ancestors
 from autopar.passes.base import BlockState, Context
 
 
@@ -28,10 +28,4 @@ class DeadCode:
 
     def run(self, state: BlockState, context: Context) -> BlockState:
         block = state.block
-        live = {*block.outputs, *(value for _, value in block.updates)}
-        remaining: list[Node] = []
-        for node in reversed(block.nodes):
-            if any(value.name in live for value in node.outputs):
-                live.update(node.operands())
-                remaining.append(node)
-        return state.with_nodes(remaining[::-1])
+        return state.with_nodes(ancestors(block.nodes, (*block.outputs, *(value for _, value in block.updates))))

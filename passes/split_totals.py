@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.batch_totals import BatchTotal, ancestors, candidate_totals
-from autopar.ir.graph import Call, Graph
+from autopar.ir.batch_totals import BatchTotal, candidate_totals
+from autopar.ir.graph import Call, Graph, ancestors
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
 from autopar.passes.extract_block import extract_block, produced_placements
@@ -53,7 +53,7 @@ def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchT
         fresh_name(f"{name}Totals", {each.name for each in graph.blocks}),
         block,
         plan,
-        [node.name for node in ancestors(block, totals)],
+        [node.name for node in ancestors(block.nodes, totals)],
         [total.value for total in block_totals],
         placements,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
-from autopar.ir.graph import Arg, Node, Value, size_argument, with_operands
+from autopar.ir.graph import Arg, Node, Value, ancestors, size_argument, with_operands
 from autopar.operations.table import operation
 
 
@@ -131,15 +131,11 @@ def node_rewrite(step: Callable[[Node, Lookup], Rewritten | None]) -> Callable[[
 
 def drop_dead(flat: FlatGraph) -> FlatGraph:
     """The graph without nodes, parameters and buffers that nothing reads."""
-    live = set(flat.results)
-    nodes: list[Node] = []
-    for node in reversed(flat.nodes):
-        if any(value.name in live for value in node.outputs):
-            nodes.append(node)
-            live.update(node.operands())
+    nodes = ancestors(flat.nodes, flat.results)
+    live = {*flat.results, *(name for node in nodes for name in node.operands())}
     written = {buffer for buffer, _ in flat.updates}  # also one whose old value nobody reads
     state_tensors = tuple(source for source in flat.state_tensors if source.value.name in live or source.name in written)
-    return replace(flat, nodes=tuple(reversed(nodes)), state_tensors=state_tensors)
+    return replace(flat, nodes=tuple(nodes), state_tensors=state_tensors)
 
 
 def size_args(shape: Iterable[Dim]) -> tuple[Arg, ...]:

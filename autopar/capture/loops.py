@@ -64,21 +64,15 @@ def _unroll(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _inlined(module: fx.GraphModule, at: fx.Node, body: fx.GraphModule, operands: list[Any]) -> list[Any]:
     """One step: the results of a body's copy."""
-    known: dict[fx.Node, Any] = {}
-    given = iter(operands)
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(given)
-        elif node.op == "output":
-            return [known[each] for each in node.args[0]]
-        elif node.op == "get_attr":
-            where = source_line(at) or "the model"
-            raise CaptureError(f"{where}: the body of a loop holds the tensor {node.target}: pass it as an operand")
-        else:
-            copied = module.graph.node_copy(node, lambda each: known[each])
+    for node in body.graph.find_nodes(op="get_attr"):
+        where = source_line(at) or "the model"
+        raise CaptureError(f"{where}: the body of a loop holds the tensor {node.target}: pass it as an operand")
+    copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    results: Any = module.graph.graph_copy(body.graph, copies)
+    for node, copied in copies.items():
+        if node.op != "placeholder":
             copied.meta = _meta(at, node.meta.get("val"))
-            known[node] = copied
-    raise AssertionError
+    return list(results)
 
 
 def _call(module: fx.GraphModule, at: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:

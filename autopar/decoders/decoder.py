@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder, without its number of layers. Sizes are in elements; flags say which operations the implementation launches."""
+    """A decoder, without its number of layers. Sizes are in elements; flags say which operations the implementation launches.
+    The defaults are a Llama's, as Hugging Face runs it."""
 
     hidden: int
     ffn: int
@@ -16,18 +17,18 @@ class Architecture:
     head_dim: int
     vocab: int
     seq: int
-    gated: bool
-    gelu: bool
-    rms_norm: bool
-    rope: bool
-    learned_positions: bool
-    bias: bool
-    tied: bool
-    flash: bool
-    dropout: float
-    fused_projections: bool
-    float_logits: bool
-    loss_in_place: bool
+    gated: bool = True
+    gelu: bool = True
+    rms_norm: bool = True
+    rope: bool = True
+    learned_positions: bool = False
+    bias: bool = False
+    tied: bool = False
+    flash: bool = True
+    dropout: float = 0.0
+    fused_projections: bool = False
+    float_logits: bool = True
+    loss_in_place: bool = False
     norm_heads: bool = False
     experts: int = 0
     top_k: int = 0

@@ -20,7 +20,7 @@ from autopar.decoders.modules import Decoder
 from autopar.decoders.stored_graphs import stored_graph
 from autopar.errors import CaptureError
 from autopar.ir import dims
-from autopar.ir.graph import Arg, Block, Call, Graph, Node, Parameter, Symbol, Value, map_graph
+from autopar.ir.graph import Arg, Block, Call, Graph, Node, Symbol, Value, map_graph
 from autopar.operations import products
 from autopar.operations.attention import ATTENTION, PUBLISHED_CONTEXT
 from autopar.operations.experts import PUBLISHED, PUBLISHED_FLOAT8
@@ -71,17 +71,21 @@ def graph_of(architecture: Architecture, layers: int, dtype: str, options: RunOp
     if options.context > 1:
         graph = with_attention(graph, PUBLISHED_CONTEXT, "parts", options.context)
     if architecture.loss_in_place:
-        graph = renamed(graph, {CROSS_ENTROPY: PUBLISHED_IN_PLACE})
+        graph = _with_blocks(graph, lambda block: _with_nodes(block, _loss_in_place))
     return with_float8(graph, options.recompute_cast) if options.float8 else graph
 
 
-def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """The graph with other names of operations."""
-    blocks = tuple(
-        replace(block, nodes=tuple(replace(node, op=names.get(node.op, node.op)) for node in block.nodes))
-        for block in graph.blocks
-    )
+def _with_blocks(graph: Graph, change: Callable[[Block], Block]) -> Graph:
+    blocks = tuple(map(change, graph.blocks))
     return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+
+
+def _with_nodes(block: Block, change: Callable[[Node], Node]) -> Block:
+    return replace(block, nodes=tuple(map(change, block.nodes)))
+
+
+def _loss_in_place(node: Node) -> Node:
+    return replace(node, op=PUBLISHED_IN_PLACE) if node.op == CROSS_ENTROPY else node
 
 
 def with_attention(graph: Graph, op: str, key: str, number: int) -> Graph:
@@ -91,8 +95,7 @@ def with_attention(graph: Graph, op: str, key: str, number: int) -> Graph:
     def node(item: Node) -> Node:
         return replace(item, op=op, kwargs=(*item.kwargs, (key, number))) if item.op == ATTENTION else item
 
-    blocks = tuple(replace(block, nodes=tuple(map(node, block.nodes))) for block in graph.blocks)
-    return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+    return _with_blocks(graph, lambda block: _with_nodes(block, node))
 
 
 RECOMPUTED, OFFLOADED = "Recomputed", "Offloaded"
@@ -120,24 +123,19 @@ def with_experts(graph: Graph, options: RunOptions) -> Graph:
         ("once", options.once),
         *((name, True) for name in ("recompute_activation", "permuted", "fused", "ragged") if getattr(options, name)),
     )
-    weights: dict[str, set[str]] = {block.name: set() for block in graph.blocks}
 
-    def node(block: str, item: Node) -> Node:
-        if item.op != PUBLISHED:
-            return item
-        weights[block].update(item.operands()[2:4])
-        return replace(item, kwargs=(*item.kwargs, *said))
+    def block(item: Block) -> Block:
+        weights = {name for node in item.nodes if node.op == PUBLISHED for name in node.operands()[2:4]}
+        parameters = tuple(
+            replace(each, value=replace(each.value, differentiable=False)) if each.value.name in weights else each
+            for each in item.parameters
+        )
+        return _with_nodes(replace(item, parameters=parameters), node)
 
-    def parameter(block: str, item: Parameter) -> Parameter:
-        if item.value.name not in weights[block]:
-            return item
-        return replace(item, value=replace(item.value, differentiable=False))
+    def node(item: Node) -> Node:
+        return replace(item, kwargs=(*item.kwargs, *said)) if item.op == PUBLISHED else item
 
-    blocks = []
-    for block in graph.blocks:
-        nodes = tuple(node(block.name, item) for item in block.nodes)
-        blocks.append(replace(block, nodes=nodes, parameters=tuple(parameter(block.name, item) for item in block.parameters)))
-    return replace(graph, blocks=tuple(blocks), fingerprint=_fingerprint(tuple(blocks), graph.calls))
+    return _with_blocks(graph, block)
 
 
 def with_float8(graph: Graph, recompute_cast: bool = False) -> Graph:
@@ -151,10 +149,7 @@ def with_float8(graph: Graph, recompute_cast: bool = False) -> Graph:
         kwargs = (*item.kwargs, ("recompute_cast", True)) if recompute_cast else item.kwargs
         return replace(item, op=products.PUBLISHED_FLOAT8, kwargs=kwargs)
 
-    blocks = tuple(
-        replace(block, nodes=tuple(map(node, block.nodes))) if graph.count(block.name) > 1 else block for block in graph.blocks
-    )
-    return replace(graph, blocks=blocks, fingerprint=_fingerprint(blocks, graph.calls))
+    return _with_blocks(graph, lambda block: _with_nodes(block, node) if graph.count(block.name) > 1 else block)
 
 
 def captured(architecture: Architecture, layers: int, dtype: str) -> Graph:

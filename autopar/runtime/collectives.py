@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from .comm.convert import PendingConversion, convert, convert_many, start, wait
 from .device.rng import dropout, random
-from .ops.attention.document_numbers import document_numbers
-from .ops.attention.documents import attention_documents, attention_documents_ring
+from .ops.attention.documents import attention_documents, document_numbers
+from .ops.attention.documents import attention_documents as attention_documents_ring
 from .ops.attention.dropout import attention_dropout
 from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows

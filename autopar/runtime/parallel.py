@@ -39,7 +39,7 @@ from .sharded_module import ShardedModule
 from .state.expert_placement import ExpertPlacement
 from .state.expert_rebalancing import ExpertRebalancing, Loads, rebalance_experts
 from .state.materialize import State, materialize
-from .state.offload_optimizer import check_planned_offload, offload_as_planned
+from .state.offload_optimizer import check_offload_device, offload_as_planned
 from .state.weight_source import WeightSource, further_names
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import LocalBatch, arguments_by_name
@@ -96,7 +96,7 @@ class Parallel(ShardedModule):
         makes the others end with an error that names it, within `patience_seconds`. `heartbeat`: one that runs already.
         """
         super().__init__()
-        check_planned_offload(program.offload_optimizer)
+        check_offload_device(program.offload_optimizer or "cpu", "it is priced only; plan with offload_optimizer=cpu")
         apply_patches()
         mesh, digest = program.mesh, program_digest(program)  # FSDP2 changes the class
         heartbeat = heartbeat or start_heartbeat(mesh.describe, patience_seconds)

@@ -57,6 +57,6 @@ def test_the_peak_is_the_predicted_one(model: str, name: str, force: str) -> Non
     state = plain.memory["optimizer"]
     assert plain.host_bytes == 0 and 0.99 * state <= found.host_bytes <= state > 0
     assert found.peak_bytes < plain.peak_bytes
-    with pytest.raises(AutoparError, match="on nvme, which is priced only: plan with offload_optimizer=cpu") as refused:
+    with pytest.raises(AutoparError, match="to nvme: it is priced only; plan with offload_optimizer=cpu") as refused:
         dry(model, cluster, force + ",offload_optimizer=nvme")
     assert "\n" not in str(refused.value)

@@ -10,8 +10,7 @@ from typing import Any
 from autopar.cli.console import Console, size
 from autopar.cli.evaluation import with_plan
 from autopar.cli.tables.inspection import gradient_table, memory_table, timeline
-from autopar.ir.placement import Placements, Shard, format_placements
-from autopar.ir.plan import Conversion
+from autopar.ir.placement import Placements, Replicate, format_placements
 from autopar.ir.plan_file.document import OpInfo
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.rules.conversions import COLLECTIVES, axis_conversion, changed_axis
@@ -84,7 +83,7 @@ def _comm(plan: Plan, console: Console) -> None:
 
 def conversion_rows(plan: Plan) -> Iterator[dict[str, Any]]:
     """One entry per placement conversion that communicates. `bytes`: the tensor, unsharded on the conversion's axis."""
-    from autopar.cost_models.tensors.sizes import value_bytes
+    from autopar.cost_models.tensors.sizes import shard_count, value_bytes
 
     mesh = plan.candidate.mesh
     for block in plan.graph.blocks:
@@ -94,6 +93,7 @@ def conversion_rows(plan: Plan) -> Iterator[dict[str, Any]]:
             found = axis_conversion(conversion.source[axis], conversion.target[axis], value.differentiable)
             if mesh.axes[axis].size == 1 or found is None or not {found.forward, found.backward} & COLLECTIVES:
                 continue
+            shards = shard_count((*conversion.source[:axis], Replicate(), *conversion.source[axis + 1 :]), mesh.sizes)
             yield {
                 "block": block.name,
                 "count": plan.graph.count(block.name),
@@ -102,17 +102,8 @@ def conversion_rows(plan: Plan) -> Iterator[dict[str, Any]]:
                 "conversion": f"{conversion.source[axis]} -> {conversion.target[axis]}",
                 "forward": found.forward if found.forward in COLLECTIVES else None,
                 "backward": found.backward if found.backward in COLLECTIVES else None,
-                "bytes": value_bytes(value, plan.candidate.batch) // _shards_of_other_axes(plan, conversion, axis),
+                "bytes": value_bytes(value, plan.candidate.batch) // shards,
             }
-
-
-def _shards_of_other_axes(plan: Plan, conversion: Conversion, axis: int) -> int:
-    """Into how many shards the other axes divide the tensor."""
-    shards = 1
-    for index, placement in enumerate(conversion.source):
-        if index != axis and isinstance(placement, Shard):
-            shards *= plan.candidate.mesh.sizes[index]
-    return shards
 
 
 def state_rows(plan: Plan) -> Iterator[dict[str, Any]]:

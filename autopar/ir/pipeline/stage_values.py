@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.ir.batch_totals import ancestors
-from autopar.ir.graph import Graph, draws_masks, lacks_batch
+from autopar.ir.graph import Graph, ancestors, draws_masks, lacks_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         inner = block.outputs[slot]
         if values[call.block][inner].differentiable:
             return None
-        nodes = ancestors(block, {inner})
+        nodes = ancestors(block.nodes, {inner})
         if any(map(draws_masks, nodes)):
             return None
         out = {index: {node.name for node in nodes}} if nodes else {}

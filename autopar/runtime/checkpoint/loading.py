@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from ..compat.dtensor import local_of
 from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from ..progress import advance, working
-from . import folders, objects
+from . import folders
 from .held import HeldState, grouped_names
 from .manifest import MANIFEST, OBJECTS, Manifest
 from .optimizer_state import check_groups, set_state, state_from_manifest
 from .random_state import RandomState, set_generators
 from .rounds import Rounds
-from .tensor_file import check_file, mapped_tensor
+from .tensor_file import check_file, mapped_tensor, object_of
 
 LOGGER = logging.getLogger("autopar")
 
@@ -94,7 +94,7 @@ def _content(path: Path) -> bytes:
 
 
 def _objects(content: bytes, where: Path) -> Mapping[str, Any]:
-    value = objects.from_bytes(content, where)
+    value = object_of(content, where)
     kinds = {"extra": object, "model_extra": dict, "optimizers": list, "random": dict}
     if not isinstance(value, dict) or any(not isinstance(value.get(key), kind) for key, kind in kinds.items()):
         raise DamagedCheckpoint(f"{where} has not what a checkpoint has")

@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 from ..device.mesh import UNFINISHED
 from ..device.rng import SEEDED, seed_stream
 from ..errors import CheckpointProblem, one_line
-from . import folders, objects
+from . import folders
 from .folders import next_branch
 from .held import HeldState
 from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
 from .optimizer_state import describe, merged
 from .random_state import RandomState, generators
 from .rounds import Failed, Rounds, attempt
-from .tensor_file import FileEntry, dtype_name, write_bytes, write_tensors
+from .tensor_file import FileEntry, check_plain, dtype_name, object_bytes, write_bytes, write_tensors
 
 _NICER = 15
 """Linux: a thread that is nicer by so much gets a thirtieth of a core that a step wants, and all of one that nobody wants."""
@@ -184,12 +184,12 @@ def _prepare(
         raise CheckpointProblem(
             f"{rounds.describe(other)} saves step {reports[other][0]}, and rank 0 step {step}: save the same step on all ranks"
         )
-    objects.check_plain({"extra": plain["extra"]} if not isinstance(plain["extra"], dict) else plain["extra"], "extra")
-    objects.check_plain(plain["model_extra"], "the model's extra state")
+    check_plain({"extra": plain["extra"]} if not isinstance(plain["extra"], dict) else plain["extra"], "extra")
+    check_plain(plain["model_extra"], "the model's extra state")
     for each in plain["optimizers"]:
         for group in each["groups"]:
-            objects.check_plain(group["options"], f"a group of {each['class']}")
-    content = objects.to_bytes(plain)
+            check_plain(group["options"], f"a group of {each['class']}")
+    content = object_bytes(plain)
     plans, metadata = planner.create_global_plan([plan for _, plan, _ in reports])
     return folders.begin(folder, step), plans, metadata, content
 

@@ -1,17 +1,22 @@
 """Files of tensors in the format of safetensors: the length of a header in 8 bytes, the header in JSON (dtype, shape and place of
-each tensor), then the bytes of all tensors without gaps. Nothing is unpickled."""
+each tensor), then the bytes of all tensors without gaps. Nothing is unpickled.
+
+The Python objects of a checkpoint (numbers, text, tensors, lists and dictionaries) are read by torch's restricted unpickler alone
+(``weights_only``), which makes nothing else; what it would not read back is refused when it is saved."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import json
 import mmap
 import os
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +31,7 @@ DTYPES = {
 """The dtypes that a file holds, with their names in it."""
 
 _STEP_BYTES = 2**24
+_UNREAD_KIND = re.compile(r"GLOBAL (\S+)")
 
 
 class FileEntry(NamedTuple):
@@ -154,3 +160,35 @@ def mapped_tensor(path: Path, start: int, dtype: torch.dtype, shape: Sequence[in
     if start % dtype.itemsize:  # files of other writers need not be aligned
         content = content.clone()
     return content.view(dtype).view(tuple(shape))
+
+
+def object_bytes(value: Any) -> bytes:
+    """A Python object as torch.save writes it, its tensors on the CPU."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def object_of(content: bytes, where: object) -> Any:
+    """The inverse, on the CPU. DamagedCheckpoint, which names `where`, for what is no such value."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of damaged bytes, torch raises many kinds
+        raise DamagedCheckpoint(f"{where} cannot be read: {_reason(error)}") from None
+
+
+def check_plain(values: Mapping[str, Any], name: str) -> None:
+    """Raise a CheckpointProblem for an entry of `values` that would not be read back; `name` stands for `values`."""
+    for key, value in values.items():
+        try:
+            torch.load(io.BytesIO(object_bytes(value)), weights_only=True)
+        except Exception as error:
+            raise CheckpointProblem(
+                f"{name}[{key!r}] cannot be saved ({_reason(error)}): a checkpoint holds numbers, text, tensors, lists and "
+                "dictionaries of them; save its state_dict()"
+            ) from None
+
+
+def _reason(error: Exception) -> str:
+    kind = _UNREAD_KIND.search(str(error))
+    return f"it has a {kind[1].rstrip('.')}" if kind else str(error).strip().partition("\n")[0][:200]

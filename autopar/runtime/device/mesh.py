@@ -63,23 +63,31 @@ class MeshHandle:
         self.opaque_modules: Mapping[str, nn.Module] = {}  # the code of the model's opaque modules by path (`ops.opaque`)
         self.launched_axes = self.axes  # those of the ranks, also where a variant divides the data axis in another way
         self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
-        all_axes = self.pipeline_axes | self.axes
-        self.device = join_process_group(prod(all_axes.values()), all_axes)
-        self.host_memory = HostMemory(self.device)
+        self.device = self._join(self.pipeline_axes | self.axes)
         self.whole_mesh, self.device_mesh = self._meshes(self.axes)
-        self.pp = _handle(PIPELINE_AXIS, self.pipeline_axes.get(PIPELINE_AXIS, 1), self.whole_mesh)
+        self.pp = self._handle(PIPELINE_AXIS, self.pipeline_axes.get(PIPELINE_AXIS, 1), self.whole_mesh)
         self._begin(seed)
-        seed_stream.restart()  # streams of an earlier mesh may have advanced differently on other ranks
-        self.handles = {name: _handle(name, size, self.device_mesh) for name, size in self.axes.items()}
+        self.handles = {name: self._handle(name, size, self.device_mesh) for name, size in self.axes.items()}
         for name in (DATA_AXIS, "tp", "ep", *self.axes):
             setattr(self, name, self.axis(name))
         self.group_state(0)
+
+    def _join(self, axes: Mapping[str, int]) -> torch.device:
+        device = join_process_group(prod(axes.values()), axes)
+        self.host_memory = HostMemory(device)
+        seed_stream.restart()  # streams of an earlier mesh may have advanced differently on other ranks
+        return device
 
     def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
         """The mesh of all stages, and that of this rank's stage."""
         sizes = self.pipeline_axes | axes
         whole = shared_mesh(self.device.type, sizes)
         return whole, whole[tuple(axes)] if self.pipeline_axes else whole
+
+    def _handle(self, name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
+        if size == 1:
+            return AxisHandle(name)
+        return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
 
     def group_state(self, group_size: int) -> None:
         """Shard one copy of the state over `group_size` neighbours on the data axis, and replicate it between such groups
@@ -95,7 +103,7 @@ class MeshHandle:
             raise LaunchProblem(f"state on groups of {group_size} does not divide dp={size}: plan again with a divisor, or 0")
         self.state_axes = self.divided_axes(group_size)
         _, self.state_mesh = self._meshes(self.state_axes)
-        self.shard_axis = _handle(SHARD_AXIS, group_size, self.state_mesh)
+        self.shard_axis = self._handle(SHARD_AXIS, group_size, self.state_mesh)
 
     def divided_axes(self, group_size: int, names: tuple[str, str] = (REPLICATE_AXIS, SHARD_AXIS)) -> dict[str, int]:
         """Return the axes with the data axis as two: between the copies of the state, and the `group_size` ranks that share
@@ -175,7 +183,7 @@ class MeshHandle:
         if context > 1:
             other.axes = self.divided_axes(context, (DATA_AXIS, CONTEXT_AXIS))
             _, mesh = self._meshes(other.axes)
-            other.handles = {name: _handle(name, size, mesh) for name, size in other.axes.items()}
+            other.handles = {name: self._handle(name, size, mesh) for name, size in other.axes.items()}
             other.dp, other.cp = other.handles[DATA_AXIS], other.handles[CONTEXT_AXIS]
             other.seed_offset = _WHOLE_BATCH
             other._set_seed(other.seed + _WHOLE_BATCH)
@@ -222,12 +230,6 @@ class BlockMesh:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["mesh"], name)
-
-
-def _handle(name: str, size: int, mesh: DeviceMesh) -> AxisHandle:
-    if size == 1:
-        return AxisHandle(name)
-    return AxisHandle(name, size, mesh.get_local_rank(name), group_name(mesh, name))
 
 
 UNFINISHED: set[Any] = set()

@@ -19,7 +19,7 @@ from ..compat.collectives import all_to_all, all_to_all_rows, wait_tensor
 from ..device.axis import AxisHandle
 from .expert_activations import ExpertActivation
 from .expert_load import record_copies
-from .experts import ExpertWeights, SortedCopies, compute_experts, sort_copies, sum_copies
+from .experts import ComputeExperts, ExpertWeights, SortedCopies, sort_copies, sum_copies
 
 
 def own_experts(
@@ -33,7 +33,8 @@ def own_experts(
         ids = torch.where((ids < 0) | (ids > number), number, ids)
     order = sort_copies(ids, number, ids.shape[0] // axis.size)
     record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
-    return compute_experts(inside, x.reshape(-1, width), order, weights.reshape(-1), k, own).view(x.shape)
+    result: torch.Tensor = apply(ComputeExperts, inside, k, order, x.reshape(-1, width), weights.reshape(-1), *own)
+    return result.view(x.shape)
 
 
 def _slots(experts: torch.Tensor, axis: AxisHandle) -> torch.Tensor:
@@ -141,7 +142,7 @@ def combine_tokens(sent: DispatchedTokens, own: ExpertWeights, inside: ExpertAct
     ids = every.repeat_interleave(torch.tensor(sent.arrivals, device=device), output_size=sum(sent.receive))
     order = sort_copies(ids, number)
     record_copies(axis.coordinate * number, axis.size * number, order.bounds, axis.slots)
-    results = compute_experts(inside, rows, order, scales.reshape(-1), 1, own)
+    results = apply(ComputeExperts, inside, 1, order, rows, scales.reshape(-1), *own)
     returning = apply(_Send, sent.receive, sent.send, axis.group_name, results)
     (back,) = apply(_Receive, sent.receive, sent.send, axis.group_name, *returning)
     result: torch.Tensor = apply(_Sum, sent.k, sent.shape[:-1].numel(), back, sent.order.copies)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..compat.autograd import apply, has_data
+from ..compat.autograd import has_data
 from .expert_activations import ExpertActivation
 
 
@@ -57,8 +57,9 @@ def sum_copies(rows: torch.Tensor, copies: torch.Tensor, tokens: int, k: int) ->
     return whole.view(tokens, k, -1).sum(1)
 
 
-class _Experts(torch.autograd.Function):
-    """Saves, beside its operands, the result of the first product; the backward recomputes the activation and the copies."""
+class ComputeExperts(torch.autograd.Function):
+    """The sum of the copies of each token ``[T, H]``, weighted by `weights` ``[T * k]``. Saves, beside its operands, the result
+    of the first product; the backward recomputes the activation and the copies."""
 
     @staticmethod
     def forward(
@@ -129,13 +130,6 @@ class _Experts(torch.autograd.Function):
 def _into(matrices: torch.Tensor, inside: ExpertActivation) -> torch.Tensor:
     """Return matrices as ``[E, in, out]``."""
     return matrices if inside.transposed else matrices.transpose(1, 2)
-
-
-def compute_experts(
-    inside: ExpertActivation, x: torch.Tensor, order: SortedCopies, weights: torch.Tensor, k: int, matrices: ExpertWeights
-) -> torch.Tensor:
-    """Return ``[T, H]``, the weighted sum of the copies of each token. `weights` are ``[T * k]``."""
-    return apply(_Experts, inside, k, order, x, weights, *matrices)  # type: ignore[no-any-return]
 
 
 def expert_capacity(experts: torch.Tensor, number: int, factor: float) -> torch.Tensor:

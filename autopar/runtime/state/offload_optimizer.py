@@ -44,12 +44,10 @@ OFFLOADED = "_autopar_offloaded"
 """Marks an optimizer whose state is offloaded by `offload_optimizer`."""
 
 
-def check_offload_device(to: str) -> None:
+def check_offload_device(to: str, remedy: str = 'pass device="cpu" (host memory)') -> None:
     """Raise a RuntimeProblem for another place than host memory."""
     if to != "cpu":
-        raise RuntimeProblem(
-            f'no optimizer is offloaded to {str(to)[:40]}: pass device="cpu" (host memory), or take more devices'
-        )
+        raise RuntimeProblem(f"no optimizer is offloaded to {str(to)[:40]}: {remedy}, or take more devices")
 
 
 def offloaded_step(optimizer: Optimizer, host: HostMemory, device: torch.device, part_bytes: int | None = None) -> OffloadedStep:
@@ -161,15 +159,6 @@ def _state(optimizer: Optimizer, params: list[torch.Tensor]) -> Iterator[tuple[s
 
 
 Replaced = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def check_planned_offload(where: str) -> None:
-    """Raise a RuntimeProblem for a plan that keeps optimizer state on NVMe."""
-    if where not in ("", "cpu"):
-        raise RuntimeProblem(
-            f"the plan keeps the optimizer's state on {where[:40]}, which is priced only: plan with offload_optimizer=cpu, "
-            "or take more devices"
-        )
 
 
 def offload_as_planned(

@@ -221,10 +221,9 @@ def _decoder(entries: Entries, assumed: list[str]) -> RecognizedDecoder:
         head_dim=latent.value_dim if latent else whole("kv-channels", hidden // heads), vocab=vocab,
         seq=whole("seq-length", 2048), gated=gated, gelu=not truth("squared-relu"), rms_norm=rms, rope=rope or latent is not None,
         learned_positions=not rope and latent is None, bias=not truth("disable-bias-linear"),
-        tied=not truth("untie-embeddings-and-output-weights"), flash=True, dropout=0.0, fused_projections=True,
-        float_logits=False, loss_in_place=True, norm_heads=truth("qk-layernorm"), experts=experts,
-        top_k=whole("moe-router-topk", 2) if experts else 0, shared_ffn=whole("moe-shared-expert-intermediate-size"),
-        dense_layers=0, dense_ffn=0, latent=latent,
+        tied=not truth("untie-embeddings-and-output-weights"), fused_projections=True, float_logits=False, loss_in_place=True,
+        norm_heads=truth("qk-layernorm"), experts=experts, top_k=whole("moe-router-topk", 2) if experts else 0,
+        shared_ffn=whole("moe-shared-expert-intermediate-size"), latent=latent,
     )  # fmt: skip
     if sizes.bias and (gated or rms):
         sizes = replace(sizes, bias=False)

@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.capture.tracing.data.varlen import VarlenAttention, one_at_a_time
 from autopar.errors import BatchError, CaptureError
 from autopar.ir.graph import Graph
-from autopar.runtime.ops.attention.document_numbers import document_numbers
+from autopar.runtime.ops.attention.documents import document_numbers
 
 ROWS = (5, 16, 21, 21, 0, 1, 20)
 """Documents that end where rows of 21 tokens do."""

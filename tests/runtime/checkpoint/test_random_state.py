@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.checkpoint import objects
 from autopar.runtime.checkpoint.random_state import RandomState, generators, set_generators
+from autopar.runtime.checkpoint.tensor_file import object_bytes, object_of
 from autopar.runtime.device.rng import seed_stream
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def drawn() -> tuple[list[float], float, float]:
 
 def saved(every: list[Any], axes: dict[str, int]) -> RandomState:
     state = RandomState.of_all(every, 7, axes)
-    return RandomState.from_dict(objects.from_bytes(objects.to_bytes(state.to_dict()), "objects.pt"))
+    return RandomState.from_dict(object_of(object_bytes(state.to_dict()), "objects.pt"))
 
 
 def test_generators_go_on() -> None:

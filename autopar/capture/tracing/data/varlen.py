@@ -98,7 +98,7 @@ class VarlenAttention(TorchFunctionMode):
 
 @lru_cache(maxsize=1)
 def _operator() -> Any:
-    from autopar.runtime.ops.attention.document_numbers import document_numbers as run
+    from autopar.runtime.ops.attention.documents import document_numbers as run
 
     @torch.library.custom_op("ap::document_numbers", mutates_args=())
     def document_numbers(ends: Tensor, others: Tensor, tokens: int, rows: int) -> Tensor:
@@ -131,7 +131,7 @@ def under_mask(examples: int | torch.SymInt) -> Callable[[VarlenCall], Tensor]:
 
 def one_at_a_time(call: VarlenCall) -> Tensor:
     """Attend to each document by itself: what the kernel means, on any device."""
-    from autopar.runtime.ops.attention.document_numbers import document_numbers
+    from autopar.runtime.ops.attention.documents import document_numbers
 
     document_numbers(*call.ends, call.tensors[0].shape[0], 1)
     ends, parts = call.ends[0].tolist(), []
