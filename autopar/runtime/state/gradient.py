@@ -172,7 +172,7 @@ class StageNorms(torch.Tensor):
             return result
         if word in _JOINS and all(isinstance(each, StageNorms) for each in args[0]):
             return _norms(result, stage, names)
-        if len(set(names)) > 1 and result.shape != (len(names),):
+        if len({name.removeprefix(_PARAMETER) for name in names}) > 1 and result.shape != (len(names),):
             raise _combined(word)
         return _norms(result, stage, names if result.dim() else names[:1])
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
-from ..compat.dtensor import has_empty_part, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
+from ..compat.dtensor import has_empty_part, local_of, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
 from ..state.gradient import flat, stage_norm, whole_norms
 
 _NO_SUMS = (
-    *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist", "norm", "linalg_vector_norm"),
+    *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist"),
     "_foreach_max",
     "embedding",  # rows of other ranks are left out by a mask, which a sum of the result forgets
 )
@@ -29,6 +29,8 @@ def reduce_rightly() -> AbstractContextManager[None]:
     handlers: dict[Any, Any] = {op: _run_function(function) for op, function in loss_decompositions().items()}
     for packet in (getattr(torch.ops.aten, name) for name in _NO_SUMS):
         handlers.update((getattr(packet, each), _reduce) for each in packet.overloads() if "out" not in each)
+    for packet in (torch.ops.aten.norm, torch.ops.aten.linalg_vector_norm):
+        handlers.update((getattr(packet, each), _norm) for each in packet.overloads() if "out" not in each)
     handlers[torch.ops.aten._foreach_norm.Scalar] = _list_norms
     handlers[torch.ops.aten._is_any_true.default] = _run_function(torch.any)  # detect_anomaly() asks it; 2.13.0 has no rule
     handlers[torch.ops.aten._is_all_true.default] = _run_function(torch.all)
@@ -44,6 +46,14 @@ def _reduce(op: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(each, DTensor) and has_empty_part(each) for each in flat(args)):
             return on_whole_tensors(op, args, kwargs)  # a rank without elements has no maximum
         return tree_map_only(DTensor, whole, usual_operation(op, args, kwargs))
+
+
+def _norm(op: Any, args: Any, kwargs: Any) -> Any:
+    """Reduce to a norm, which is a stage's where it is a number: a differentiable one is a penalty, and goes into the loss."""
+    norm = _reduce(op, args, kwargs)
+    number = local_of(norm)
+    staged = number if number.dim() or torch.is_grad_enabled() else stage_norm(number, args[0])
+    return norm if staged is number else staged
 
 
 def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:

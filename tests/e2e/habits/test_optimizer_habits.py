@@ -159,21 +159,25 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 class Trust(torch.optim.Optimizer):
-    """LARS and LAMB by hand: steps as long as the norms of parameter and gradient say, as tensors or as numbers."""
+    """LARS and LAMB by hand: steps as long as the norms of parameter and gradient say, as numbers, tensors or lists of them."""
 
-    def __init__(self, parameters: Any, as_numbers: bool) -> None:
+    def __init__(self, parameters: Any, kind: str) -> None:
         super().__init__(parameters, {"lr": 1e-2})
-        self.as_numbers = as_numbers
+        self.kind = kind
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if self.as_numbers:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if self.kind == "lists":
+                norms, steepnesses = torch._foreach_norm(trained), torch._foreach_norm([p.grad for p in trained])
+                for p, norm, steepness in zip(trained, norms, steepnesses, strict=True):
+                    p.add_(p.grad * (norm / (steepness + 1e-6)), alpha=-group["lr"])
+                continue
+            for p in trained:
+                if self.kind == "numbers":
                     size, steep = p.data.norm().item(), torch.norm(p.grad.data).item()
                     ratio = size / (steep + 1e-8) if size and steep else 1.0
                     p.data.add_(p.grad.data, alpha=-group["lr"] * ratio)
@@ -185,7 +189,7 @@ class Trust(torch.optim.Optimizer):
 
 
 def norms_by_hand(plan: str) -> None:
-    same_steps(plan, lambda m: Trust(m.parameters(), True), lambda m: Trust(m.parameters(), False))
+    same_steps(plan, *(lambda m, kind=kind: Trust(m.parameters(), kind) for kind in ("numbers", "tensors", "lists")))
 
 
 def lbfgs(plan: str) -> str | None:
