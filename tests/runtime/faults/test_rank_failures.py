@@ -127,11 +127,12 @@ ALONE = [
         Fault("dp=4,zero=3", "alone", "load_state_dict", 0),
         Fault("dp=2,tp=2", "alone", "load_full_state", 1),
         Fault("dp=4", "alone", "load_full_optimizer_state", 2),
+        Fault("dp=4,zero=3", "alone", "a write of an ordinary tensor into a sharded one", 0),
     ],
 ]
 
 
-@pytest.mark.parametrize("faults", ALONE, ids=["reads", "loads"])
+@pytest.mark.parametrize("faults", ALONE, ids=["reads", "writes"])
 def test_what_one_rank_does_alone_is_named(
     faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path
 ) -> None:
