@@ -157,13 +157,14 @@ class Calls:
             return self.variants.find(agreed)
 
     def _check_evaluation(self) -> None:
-        """Raise a RuntimeProblem where this program does not compute what the model does in evaluation."""
-        if any(block.batch_statistics for block in self.program.blocks()):
+        """Raise a RuntimeProblem where this program does not compute what the model does in evaluation, on all stages alike."""
+        blocks = [block for roots in self.program.roots() for root in roots for block in root.blocks()]
+        if any(block.batch_statistics for block in blocks):
             raise RuntimeProblem(
                 "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
                 "the original model with parallel.full_state()"
             )
-        if any(block.training_noise for block in self.program.blocks()):
+        if any(block.training_noise for block in blocks):
             raise RuntimeProblem(
                 "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
                 "train(), or evaluate the original model with parallel.full_state()"
