@@ -159,10 +159,10 @@ class Calls:
     def _check_evaluation(self) -> None:
         """Raise a RuntimeProblem where this program does not compute what the model does in evaluation, on all stages alike."""
         blocks = [block for roots in self.program.roots() for root in roots for block in root.blocks()]
-        if any(block.batch_statistics for block in blocks):
+        if any(block.writes_buffers for block in blocks):
             raise RuntimeProblem(
-                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
-                "the original model with parallel.full_state()"
+                "this program was captured in training, where the forward writes buffers (statistics of batch norm, counts): "
+                "call train(), or evaluate the original model with parallel.full_state()"
             )
         if any(block.training_noise for block in blocks):
             raise RuntimeProblem(

@@ -203,6 +203,22 @@ def test_all_stages_refuse_evaluation_of_the_statistics_of_the_batch(tmp_path: P
     assert first == last and "statistics of" in first and first.endswith("the original model with parallel.full_state()")
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += (x > 0).sum()
+        return self.linear(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_count_is_not_called_a_statistic_that_normalises(tmp_path: Path, ranks: RankPool) -> None:
+    first, last = refusals_of_evaluation(Counting().double(), "dp=2", tmp_path / "out", ranks)
+    assert first == last and "where the forward writes buffers" in first and "normalises" not in first
+
+
 def small_program() -> tuple[Graph, Lowered]:
     graph = gpt2_graph(1, 16, 4, 32, 8, 8)
     return graph, lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0, wild=0))
