@@ -86,6 +86,8 @@ class Calls:
             self.assignments.check_tree()
             if self.plain is not None:
                 self.plain.check_unchanged(self._equals)
+                if not autocast and (self.program.forward_only or not torch.is_grad_enabled()):
+                    self.plain.warn_of_slow_path(self.nodes)
         variant, training = self._variant(args, batch, training)
         inputs = self._inputs(variant.program, args, batch)
         drawn = seed_stream.counts() if in_backward() else None
