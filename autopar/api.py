@@ -20,6 +20,7 @@ from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.options import LossFunction
 from autopar.capture.results.returned import LOSS
 from autopar.capture.state.reads import recorded_reads
+from autopar.capture.tracing.data.hints import PADDED_ENCODER
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
@@ -226,7 +227,9 @@ def _build(
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,
-            plain=PlainModel(model, frozen, maker.right_in, agreed.graph.updated_buffers()),
+            plain=PlainModel(
+                model, frozen, maker.right_in, agreed.graph.updated_buffers(), slow_path=PADDED_ENCODER in agreed.graph.notes
+            ),
             check_batch_every=run.check_batch_every, check_every=run.check_every, make_variant=maker.make,
             plan=agreed, predicted_step=partial(predicted_step, agreed, bool(compiler)),
             expert_prices=ExpertPrices(agreed, bool(compiler)), cuda_graph=run.cuda_graph,

@@ -163,7 +163,8 @@ def data_dependent(where: str) -> str:
     inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
     return (
         f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing (losses of some positions: "
-        "ignore_index, or those of all times the mask; routed experts: autopar.ops.moe_experts), or leave the smallest submodule "
+        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing, torch.index_select where a tensor of "
+        "one number is an index, x[i] (losses of some positions: ignore_index, or those of all times the mask; routed experts: "
+        "autopar.ops.moe_experts), or leave the smallest submodule "
         f"around it whole: autopar.opaque(module){inside}"
     )

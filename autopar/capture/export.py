@@ -108,6 +108,7 @@ class Export:
         traced = replace(self.traced, lengths=lengths, batch=batch, interface=interface)
         flat: FlatGraph = flatten_program(traced)
         flat = flat if self.options.dropout else without_dropout(flat)
+        flat = replace(flat, notes=(*flat.notes, *traced.notes))
         if not traced.interface.has_loss:
             flat = replace(flat, notes=(*flat.notes, LOSS_OUTSIDE))
         if traced.fixed_at:

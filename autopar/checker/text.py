@@ -241,7 +241,7 @@ def _stored(node: ast.expr) -> ParameterText:
     return ParameterText(path, tuple(shape), dtype, places, more.get("trainable", True), more.get("buffer", False))
 
 
-BLOCK_ATTRIBUTES = frozenset(words_of("zero recompute selective_recompute uses_rng training_noise batch_statistics"))
+BLOCK_ATTRIBUTES = frozenset(words_of("zero recompute selective_recompute uses_rng training_noise writes_buffers"))
 ATTRIBUTES = frozenset(
     words_of("""mesh_axes input_placements input_shapes input_dtypes differentiable_inputs positional arguments constants defaults
     outputs output_kinds has_loss forward_only batch_dims precision reduce_dtype micro_batches zero_group

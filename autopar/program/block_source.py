@@ -42,7 +42,7 @@ def block_class_lines(lowered: Lowered, block: LoweredBlock) -> list[str]:
     lines += [f"{INDENT}selective_recompute = True"] * block.selective
     lines += [f"{INDENT}uses_rng = True"] * (block.recompute and any(map(draws_masks, block.block.nodes)))
     lines += [f"{INDENT}training_noise = True"] * any(node.op == RANDOM for node in block.block.nodes)
-    lines += [f"{INDENT}batch_statistics = True"] * bool(block.block.updates)
+    lines += [f"{INDENT}writes_buffers = True"] * bool(block.block.updates)
     lines += _spec_lines(block.specs)
     return [*lines, "", *_Forward(lowered, block).lines()]
 

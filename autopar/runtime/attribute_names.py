@@ -8,7 +8,7 @@ from torch import nn
 
 RESERVED_ATTRIBUTES = frozenset(
     ("mesh", "prefix", "original_names", "zero", "recompute", "selective_recompute", "uses_rng", "training_noise")
-    + ("batch_statistics", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
+    + ("writes_buffers", "specs", "training", "split_backward", "shared_parameters", "blocks", "roots", "position", "precision")
     + ("mesh_axes", "micro_batches", "zero_group", "totals", "count", "loss_dtype", "weight_versions", "offload_optimizer")
     + ("input_placements", "input_shapes", "input_dtypes", "positional", "arguments", "constants", "defaults", "outputs")
     + ("batch_dims", "reduce_dtype", "forward_only")

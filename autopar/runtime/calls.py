@@ -86,6 +86,8 @@ class Calls:
             self.assignments.check_tree()
             if self.plain is not None:
                 self.plain.check_unchanged(self._equals)
+                if not autocast and (self.program.forward_only or not torch.is_grad_enabled()):
+                    self.plain.warn_of_slow_path(self.nodes)
         variant, training = self._variant(args, batch, training)
         inputs = self._inputs(variant.program, args, batch)
         drawn = seed_stream.counts() if in_backward() else None
@@ -157,13 +159,14 @@ class Calls:
             return self.variants.find(agreed)
 
     def _check_evaluation(self) -> None:
-        """Raise a RuntimeProblem where this program does not compute what the model does in evaluation."""
-        if any(block.batch_statistics for block in self.program.blocks()):
+        """Raise a RuntimeProblem where this program does not compute what the model does in evaluation, on all stages alike."""
+        blocks = [block for roots in self.program.roots() for root in roots for block in root.blocks()]
+        if any(block.writes_buffers for block in blocks):
             raise RuntimeProblem(
-                "this program normalises by the statistics of the batch and was captured for training: call train(), or evaluate "
-                "the original model with parallel.full_state()"
+                "this program was captured in training, where the forward writes buffers (statistics of batch norm, counts): "
+                "call train(), or evaluate the original model with parallel.full_state()"
             )
-        if any(block.training_noise for block in self.program.blocks()):
+        if any(block.training_noise for block in blocks):
             raise RuntimeProblem(
                 "this program draws random numbers as the model did in training (stochastic depth, channel dropout, noise): call "
                 "train(), or evaluate the original model with parallel.full_state()"

@@ -57,7 +57,7 @@ class BlockModule(nn.Module):
     `selective_recompute`: the backward recomputes some operations, or some saved tensors are offloaded (`step.recompute`).
     `uses_rng`: it has random operations, whose numbers a full recomputation must repeat.
     `training_noise`: it has random numbers of training that were captured as such (stochastic depth, channel dropout).
-    `batch_statistics`: it normalises by the batch's statistics as in training, which is wrong in evaluation.
+    `writes_buffers`: its forward writes buffers as in training (statistics of batch norm, counts), which evaluation may not.
     `split_backward`: linear layers whose weight gradients may be computed in an action of their own.
 
     `names` maps paths to original names where these are not prefix + path (tied parameters, parameters of the model itself).
@@ -67,7 +67,7 @@ class BlockModule(nn.Module):
     recompute: ClassVar[bool] = False
     selective_recompute: ClassVar[bool] = False
     uses_rng: ClassVar[bool] = False
-    batch_statistics: ClassVar[bool] = False
+    writes_buffers: ClassVar[bool] = False
     training_noise: ClassVar[bool] = False
     specs: ClassVar[tuple[ParameterSpec, ...]] = ()
     split_backward: SplitBackward = SplitBackward()

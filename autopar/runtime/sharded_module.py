@@ -18,6 +18,7 @@ from .checkpoint.entry import Checkpoints
 from .checkpoint.held import HeldState, Optimizers, as_optimizers, held_by_parallel
 from .checkpoint.loading import LoadedCheckpoint
 from .checkpoint.saving import PendingSave
+from .comm.agreement import gather
 from .comm.heartbeat import Heartbeat
 from .compat.dtensor import local_of, replicated
 from .errors import StateError
@@ -111,7 +112,8 @@ class ShardedModule(TreeNode):
         full = bool(state_dict) and not any(isinstance(each, DTensor) for each in state_dict.values())
         if self.plain is None or not full:
             self._expert_placement.refuse_state_dict()
-            return super().load_state_dict(state_dict, strict)
+            with self.loading("load_state_dict"):
+                return super().load_state_dict(state_dict, strict)
         return self.load_plain_state(state_dict, strict)
 
     def load_plain_state(self, state: Mapping[str, Any], strict: bool, prefix: str = "") -> Any:
@@ -125,7 +127,7 @@ class ShardedModule(TreeNode):
                 f"the state dict {' and '.join(odd)}{', which the model has not' if unexpected else ''}: pass that of the plain "
                 "model, or of parallel.full_state()"
             )
-        self._load_full(named, part=not strict or bool(prefix))
+        self._load_full(named, "load_state_dict", part=not strict or bool(prefix))
         return _IncompatibleKeys(*([key.removeprefix(prefix) for key in keys] for keys in (missing, unexpected)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -157,18 +159,26 @@ class ShardedModule(TreeNode):
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copy a full state dict (or name -> full tensor) of the original model into the local shards."""
-        self._load_full(source)
+        self._load_full(source, "load_full_state")
 
-    def _load_full(self, source: WeightSource, part: bool = False) -> None:
+    @contextlib.contextmanager
+    def loading(self, doing: str) -> Iterator[None]:
+        """A context around a load, which all ranks enter before one of them changes anything."""
+        with self._watch(doing):
+            gather(None)
+            yield
+
+    def _load_full(self, source: WeightSource, doing: str, part: bool = False) -> None:
         """Load full tensors; with `part` what a mapping lacks keeps its values."""
-        if self.plain is not None and isinstance(source, Mapping):
-            self.plain.load_unused(source)
-            empty = {name: torch.empty(spec.shape, device="meta") for name, spec in self.state.index.specs.items() if spec.buffer}
-            source = self.plain.canonical(source, empty | self.state.buffers)
-        elif isinstance(source, Mapping):
-            given = {name: source[key] for key, name in self.state.tied.items() if key in source and name not in source}
-            source = {**source, **given} if given else source
-        with self._watch("load_full_state"):
+        with self.loading(doing):
+            if self.plain is not None and isinstance(source, Mapping):
+                self.plain.load_unused(source)
+                specs = self.state.index.specs.items()
+                empty = {name: torch.empty(spec.shape, device="meta") for name, spec in specs if spec.buffer}
+                source = self.plain.canonical(source, empty | self.state.buffers)
+            elif isinstance(source, Mapping):
+                given = {name: source[key] for key, name in self.state.tied.items() if key in source and name not in source}
+                source = {**source, **given} if given else source
             self.state.load_full(source, source.keys() if part and isinstance(source, Mapping) else None)
 
     def full_state(self) -> dict[str, torch.Tensor]:
@@ -186,7 +196,7 @@ class ShardedModule(TreeNode):
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
         (all ranks must call)."""
-        with self._watch("load_full_optimizer_state"):
+        with self.loading("load_full_optimizer_state"):
             load_full_optimizer_state(self.state, optimizer, state, self._parameter_kinds())
             self._expert_placement.know([optimizer], placed=True)
 
@@ -260,7 +270,7 @@ class ShardedModule(TreeNode):
         of adapters too. All ranks must call."""
         self.calls.check_steps_ended("load_pretrained")
         if self.plain is not None and holds_adapters(folder, self.plain.skeleton):
-            self._load_full(read_adapters(folder, self.plain.skeleton), part=True)
+            self._load_full(read_adapters(folder, self.plain.skeleton), "load_pretrained", part=True)
             return None
         with self._watch("loading weights"):
             rounds = self.checkpoints.rounds(self.state.mesh.describe)

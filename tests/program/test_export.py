@@ -159,6 +159,66 @@ def test_tied_weights_have_all_their_names(force: str, tmp_path: Path, ranks: Ra
     torch.testing.assert_close(torch.load(folder / "after.pt"), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
+EVALUATION = """
+import torch
+import torch.distributed as dist
+from program import Program
+from runtime.device.mesh import MeshHandle, shut_down
+from runtime.errors import RuntimeProblem
+from runtime.parallel import Parallel
+from runtime.step.inputs import NamedBatch
+parallel = Parallel(Program(MeshHandle(Program.mesh_axes)), torch.load("weights.pt", weights_only=True))
+try:
+    parallel.eval()(NamedBatch(torch.load("batch.pt", weights_only=True)))
+except RuntimeProblem as problem:
+    open(f"refused{dist.get_rank()}", "w").write(str(problem))
+parallel.train()(NamedBatch(torch.load("batch.pt", weights_only=True))).backward()
+shut_down()
+"""
+
+
+def refusals_of_evaluation(model: nn.Module, force: str, folder: Path, ranks: RankPool) -> list[str]:
+    """The line of each rank."""
+    batch = {"x": torch.randn(8, 4, dtype=torch.float64)}
+    plan = make_plan(model, "local:2", batch, force=force)
+    folder = export_program(lower(plan.graph, plan.candidate), "{}", folder, weights=model.state_dict(), batch=batch)
+    (folder / "evaluate.py").write_text(f"import os; os.chdir({str(folder)!r})" + EVALUATION)
+    ended = launch(ranks, folder / "evaluate.py", 2, without="autopar")
+    assert not any(each.status for each in ended), ended
+    return [(folder / f"refused{rank}").read_text() for rank in range(2)]
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).pow(4).mean()  # type: ignore[no-any-return]
+
+
+def test_all_stages_refuse_evaluation_of_the_statistics_of_the_batch(tmp_path: Path, ranks: RankPool) -> None:
+    """The first stage has no batch norm: it waited for the last one, which refused alone."""
+    first, last = refusals_of_evaluation(Normalised().double(), "pp=2,micro=8", tmp_path / "out", ranks)
+    assert first == last and "statistics of" in first and first.endswith("the original model with parallel.full_state()")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += (x > 0).sum()
+        return self.linear(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_count_is_not_called_a_statistic_that_normalises(tmp_path: Path, ranks: RankPool) -> None:
+    first, last = refusals_of_evaluation(Counting().double(), "dp=2", tmp_path / "out", ranks)
+    assert first == last and "where the forward writes buffers" in first and "normalises" not in first
+
+
 def small_program() -> tuple[Graph, Lowered]:
     graph = gpt2_graph(1, 16, 4, 32, 8, 8)
     return graph, lower(graph, drawn_candidate(graph, mesh_of(dp=2), 0, wild=0))

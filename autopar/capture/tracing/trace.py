@@ -23,7 +23,13 @@ from autopar.capture.tracing.data.batch_questions import Question, batch_questio
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
-from autopar.capture.tracing.data.hints import ListIndices, masks_are_not_read, plain_batch_norms, to_the_same_device
+from autopar.capture.tracing.data.hints import (
+    ListIndices,
+    masks_are_not_read,
+    padded_encoders,
+    plain_batch_norms,
+    to_the_same_device,
+)
 from autopar.capture.tracing.data.mask_losses import MaskLosses
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
@@ -60,6 +66,8 @@ class Traced:
     """The line that makes a number of the batch, where it is not symbolic."""
     checks: tuple[str, ...] = ()
     """The lines of checks of data that are left out."""
+    notes: tuple[str, ...] = ()
+    """Lines for the plan."""
     derivatives: tuple[str, ...] = ()
     """The lines that take derivatives in the forward."""
     questions: tuple[Question, ...] = ()
@@ -116,6 +124,7 @@ def trace(
                 outputs=paths,
                 interface=interface,
                 checks=tuple(dict.fromkeys(attempt.checks)),
+                notes=tuple(dict.fromkeys(attempt.notes)),
                 derivatives=tuple(dict.fromkeys(attempt.derivatives)),
                 questions=tuple(dict.fromkeys(attempt.questions)),
                 differentiable=frozenset(name for name, tensor in tensors.items() if tensor.requires_grad),
@@ -133,7 +142,8 @@ def trace(
 @dataclass(slots=True)
 class _Attempt:
     """One way to export: with a symbolic batch or not, with equal layers outlined (`short`) or not. `forms`: of
-    each run of the forward; `lines`: see `number_lines`, `checks`: `checks_pass`, `derivatives`: `derivatives_inside`."""
+    each run of the forward; `lines`: see `number_lines`, `checks`: `checks_pass`, `notes`: `padded_encoders`, `derivatives`:
+    `derivatives_inside`."""
 
     model: nn.Module
     bound: BoundInputs
@@ -146,6 +156,7 @@ class _Attempt:
     warnings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     derivatives: list[str] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
     values: ConcreteValues = field(default_factory=ConcreteValues)
@@ -168,6 +179,7 @@ class _Attempt:
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())
             self.checks = stack.enter_context(checks_pass())
+            self.notes = stack.enter_context(padded_encoders())
             self.derivatives = stack.enter_context(derivatives_inside())
             self.questions = stack.enter_context(batch_questions())
             stack.enter_context(opaque_modules(self.model, clone.module, of_equal_code))

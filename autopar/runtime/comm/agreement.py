@@ -17,7 +17,9 @@ from torch import nn
 
 from ..device.groups import several_ranks
 from ..device.mesh import MeshHandle
-from ..errors import MismatchProblem, RuntimeProblem, StateError
+from ..errors import MismatchProblem, PeerProblem, RuntimeProblem, StateError
+from .heartbeat import present_place
+from .peer_watch import why_crossed
 
 
 class Stated(NamedTuple):
@@ -61,12 +63,17 @@ def require_equal_models(model: nn.Module, describe: Callable[[int], str]) -> No
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each rank (of a group), which all must call."""
+    """Return the value of each rank (of a group), which all must call. PeerProblem on all ranks where one calls it in another
+    section of its work, and the values would be taken for each other."""
     if not several_ranks():
         return [value]
     out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group)
-    return out
+    dist.all_gather_object(out, (present_place(), value), group)
+    places = [place for place, _ in out if place is not None]
+    for place in places[1:]:
+        if crossed := why_crossed(places[0], place):
+            raise PeerProblem(crossed)
+    return [each for _, each in out]
 
 
 def equal_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:

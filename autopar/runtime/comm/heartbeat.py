@@ -31,7 +31,7 @@ from ..device.mesh import STARTED, join_process_group
 from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
 from .ending import NEVER, lengthen_patience, uncaught
-from .peer_watch import BEAT_SECONDS, PeerWatch, is_communication_error, own_cause
+from .peer_watch import BEAT_SECONDS, PeerWatch, Place, is_communication_error, own_cause
 
 PATIENCE_SECONDS = 30.0
 """The time-out: within so long every rank ends with the name of one that failed. (Shares of it are in `peer_watch`.)"""
@@ -192,6 +192,14 @@ def glancing(section: str) -> Iterator[None]:
             if each.doing is None and each.process == os.getpid():
                 stack.enter_context(each.glancing(section))
         yield
+
+
+def present_place() -> Place | None:
+    """Return where the main thread is, in the section that it entered last; None in another thread, or where it is in none."""
+    inside = [each for each in list(_ALL) if each.doing is not None and each.section and each.process == os.getpid()]
+    if threading.current_thread() is not threading.main_thread() or not inside:
+        return None
+    return max(inside, key=lambda heartbeat: heartbeat.entered).place()
 
 
 def ends_by() -> float:

@@ -73,24 +73,32 @@ class Seen:
 
 LONGEST_PATH = 32
 """Sections since the last call that are written to the store; longer paths are not compared."""
-CALL = ("the check of parameters", "choosing the program of this call")
+CALL = ("the check of parameters", "choosing the program of this call", "comparing the ranks")
 """The sections with which a call of the model begins."""
 
 
-def why_crossed(first: Beat, second: Beat, describe: Callable[[Beat], str]) -> str:
+class Place(NamedTuple):
+    """The name of a rank, and its beat where it is now."""
+
+    rank: str
+    beat: Beat
+
+
+def why_crossed(first: Place, second: Place) -> str:
     """Return why two ranks that both wait wait for each other: since the last call, they went through other sections. Empty where
     they did not, or may only be apart in time."""
-    both = first.path, second.path
+    one, other = first.beat, second.beat
+    both = one.path, other.path
     pairs = list(zip(*both, strict=False))
-    if not (first.section and second.section) or first.section == second.section or first.calls != second.calls:
+    if not (one.section and other.section) or one.section == other.section or one.calls != other.calls:
         return ""
-    if max(map(len, both)) > LONGEST_PATH or all(one == other for one, other in pairs):
+    if max(map(len, both)) > LONGEST_PATH or all(here == there for here, there in pairs):
         return ""
-    odd, other = (first, second) if second.section in CALL else (second, first)
+    (odd_rank, odd), (rank, beat) = (first, second) if other.section in CALL else (second, first)
     remedy = f"{odd.section} needs every rank"
-    if other.section not in CALL:
-        remedy += f", and so does {other.section}"
-    return f"{describe(odd)} is {odd.where}, and {describe(other)} {other.where}: {remedy}; take it out of `if rank == 0:`"
+    if beat.section not in CALL:
+        remedy += f", and so does {beat.section}"
+    return f"{odd_rank} is {odd.where}, and {rank} {beat.where}: {remedy}; take it out of `if rank == 0:`"
 
 
 # -- the errors that a failed peer causes
@@ -183,6 +191,10 @@ class PeerWatch:
         counts, path = (self.backwards, self.transitions, self.calls), self.path[: LONGEST_PATH + 1]
         return Beat(number, self.entries, state, self.host, self.where, *counts, self.section, path)
 
+    def place(self) -> Place:
+        """Return where this rank is."""
+        return Place(f"{self.describe(self.rank)} on {self.host}", self._beat(0, ALIVE))
+
     def _run(self) -> None:
         count = 0
         beat_seconds = min(BEAT_SECONDS, self.patience_seconds / 30)
@@ -255,20 +267,20 @@ class PeerWatch:
         """Return why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same
         sections and backwards in the same order: one that is further in sections and behind in backwards has left a backward
         out."""
-        beat, silence, own = seen.beat, self.silence_seconds, self._beat(0, ALIVE)
+        beat, silence = seen.beat, self.silence_seconds
         if self.doing is None or now - self.entered <= silence or now - seen.unmoved_since <= silence:
             return ""
-        names = {id(beat): f"{self.describe(rank)} on {beat.host}", id(own): f"{self.describe(self.rank)} on {self.host}"}
-        if crossed := why_crossed(own, beat, lambda each: names[id(each)]):
+        own, other = self.place(), Place(f"{self.describe(rank)} on {beat.host}", beat)
+        if crossed := why_crossed(own, other):
             return crossed
         further, began = beat.entries - self.entries, beat.backwards - self.backwards
         if further * began >= 0:
             return ""
-        ahead = beat if further > 0 else own
+        name, ahead = other if further > 0 else own
         remedy = "call backward on all ranks, or on none"
         if ahead.section not in CALL:
             remedy = f"{ahead.section} and backward need every rank; take them out of `if rank == 0:`"
-        return f"{names[id(ahead)]} has left out a backward that other ranks run, and is {ahead.where}: {remedy}"
+        return f"{name} has left out a backward that other ranks run, and is {ahead.where}: {remedy}"
 
     def _set_problem(self, message: str, entry: int | None = None) -> None:
         with self.lock:

@@ -95,9 +95,10 @@ def shard_operations(handlers: Mapping[Any, Callable[[Any, Any, Any], Any]]) -> 
 def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> ExitStack:
     """Let ``.item()`` of a partial number of a DTensor (a sum) be that of the whole tensor: on 2.13.0 it is this rank's part,
     without a word. ``.numpy()``, ``.tolist()`` and ``f"{x:.3f}"``, which 2.13.0 refuses, are of the whole tensor too. All ranks
-    of the mesh must ask, here and for ``.full_tensor()``: both run in a context of `watching`, which is told what they are. A
-    tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
+    of the mesh must ask, here, for ``.full_tensor()`` and for ``.redistribute()``: they run in a context of `watching`, which is
+    told what they are. A tensor whose dimension 0 is in another order, `autopar_order`, is put into its own."""
     usual: Any = DTensor.full_tensor
+    redistributed: Any = DTensor.redistribute
 
     def item(op: Any, args: Any, kwargs: Any) -> Any:
         with watching(".item() of a sharded tensor"):
@@ -108,6 +109,10 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
         with watching(".full_tensor()"):
             full = usual(self, *args, **kwargs)
         return full if order is None else full.index_select(0, order.argsort())
+
+    def redistribute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watching(".redistribute()"):
+            return redistributed(self, *args, **kwargs)
 
     def numpy(self: Any, **options: Any) -> Any:
         array = self.full_tensor().numpy(**options)
@@ -121,6 +126,7 @@ def whole_items(watching: Callable[[str], AbstractContextManager[None]]) -> Exit
     hooks.enter_context(shard_operations({torch.ops.aten._local_scalar_dense.default: item}))
     hooks.enter_context(replaced(DTensor, "__format__", text))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
+    hooks.enter_context(replaced(DTensor, "redistribute", redistribute))
     hooks.enter_context(replaced(DTensor, "tolist", lambda self: self.full_tensor().tolist()))
     hooks.enter_context(replaced(DTensor, "numpy", numpy))
     return hooks

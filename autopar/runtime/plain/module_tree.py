@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -201,7 +202,9 @@ class Container(ItemNode, metaclass=_Kind):
         assignments: Any = self.__dict__.get("assignments")
         path = "" if assignments is None or assignments.plain is None else assignments.paths.get(id(self), "")
         if not path or assign or any(isinstance(each, DTensor) for each in state_dict.values()):
-            return super().load_state_dict(state_dict, strict, assign)
+            root: Any = assignments and assignments.root()
+            with root.loading("load_state_dict") if root is not None else contextlib.nullcontext():
+                return super().load_state_dict(state_dict, strict, assign)
         return assignments.root().load_plain_state(state_dict, strict, f"{path}.")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -28,13 +29,20 @@ class PlainModel:
     """The plain model of a parallel one. `frozen`: what programs read of the `skeleton`, a copy on the meta device. `updated`:
     buffers that the forward writes into. `names`: each key of its state dict with the first name of that tensor. `unused`:
     tensors of the state that the program does not read. `extra`: entries of the state dict that are no parameters or buffers.
-    `right_in`: whether the program computes what the model does in training (True) or evaluation (False)."""
+    `right_in`: whether the program computes what the model does in training (True) or evaluation (False). `slow_path`: torch may
+    take its fast path through a ``TransformerEncoder`` of the model in evaluation, and the program does not."""
 
     def __init__(
-        self, model: nn.Module, frozen: FrozenReads, right_in: Callable[[bool], bool], updated: Collection[str] = ()
+        self,
+        model: nn.Module,
+        frozen: FrozenReads,
+        right_in: Callable[[bool], bool],
+        updated: Collection[str] = (),
+        *,
+        slow_path: bool = False,
     ) -> None:
         self.frozen, self.skeleton, self.right_in = frozen, frozen.model, right_in
-        self.training = self.skeleton.training
+        self.training, self.slow_path = self.skeleton.training, slow_path
         self.names, extra = first_names(model)
         self.extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
@@ -60,6 +68,19 @@ class PlainModel:
         tensors are `equal` to those of the parallel model."""
         self._attributes.check_unchanged(self.frozen)
         self._tensors.check_unchanged(equal)
+
+    def warn_of_slow_path(self, nodes: Iterable[nn.Module]) -> None:
+        """Warn once where torch may take its fast path in the modes of these modules: its padded outputs are zeros."""
+        layers = (each for each in nodes if isinstance(each, nn.TransformerEncoderLayer))
+        if not self.slow_path or not torch.backends.mha.get_fastpath_enabled() or all(layer.training for layer in layers):
+            return
+        self.slow_path = False
+        warnings.warn(
+            "evaluation of an nn.TransformerEncoder with src_key_padding_mask: padded positions of its output have values here, "
+            "and are 0 where one process takes torch's fast path; this program equals one process after "
+            "torch.backends.mha.set_fastpath_enabled(False)",
+            stacklevel=2,
+        )
 
     def complete(self, held: Mapping[str, object], source: Callable[[str], torch.Tensor]) -> None:
         """Fetch the tensors of the state that the program does not have (every rank calls it)."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from ..comm.heartbeat import glancing
 from ..compat.autograd import in_backward
 from ..compat.dtensor import gathered, operations_of_shards, replicated, usual_operation
 from ..compat.hooks import shard_operations
@@ -80,7 +81,8 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     mesh = shards[0].device_mesh
     writes = op._schema.is_mutable
     compared = writes or op._schema.name.removeprefix("aten::") in _OF_SAME
-    if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0]):
+    doing = "a write of an ordinary tensor into a sharded one" if writes else "an operation of a sharded and an ordinary tensor"
+    if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0], doing):
         raise StateError(
             "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
             "(seed alike, load it on all), or call parallel.load_state_dict(state)"
@@ -92,7 +94,8 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     def placed(x: Any) -> Any:
         return replicated(x, mesh) if _is_whole(x) else x
 
-    return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
+    with glancing(doing):
+        return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
 
 
 def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ from ..state.gradient import StageGradients
 _OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_", "eye_", "dirac_")
 """Functions of `nn.init` with operations that DTensor lacks (in-place transposition, writes by index, `out=`), or that draw into
 further tensors."""
+_DRAW = "a random draw for a sharded tensor"
 _STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
 
 
@@ -70,7 +71,7 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
         return whole[id(value)] if isinstance(value, DTensor) else value
 
     generator = next((each for each in values if isinstance(each, torch.Generator)), None)
-    with glancing("a random draw for a sharded tensor"), _agreed(generator, shards[0]):
+    with glancing(_DRAW), _agreed(generator, shards[0]):
         results = op(*tree_map(full, args), **tree_map(full, kwargs))
     for each in shards:
         if id(each) in written:
@@ -135,7 +136,8 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
 def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
     """Set the generator to the state of the mesh's first rank, and return whether this rank's moves on with the draw. All ranks
     of the mesh compare a hash first, since a state takes 5 kB."""
-    if ranks_agree(int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big"), value):
+    number = int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big")
+    if ranks_agree(number, value, _DRAW):
         return True
     state = own.to(local_of(value).device, copy=True)  # what a broadcast writes into
     for group in _groups(value):
@@ -144,9 +146,11 @@ def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTen
     return not any(value.device_mesh.get_coordinate() or ())
 
 
-def ranks_agree(number: int, value: DTensor) -> bool:
-    """Return whether all ranks of the tensor's mesh have the same number. All of them must call."""
-    return bool(equal_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value)))
+def ranks_agree(number: int, value: DTensor, doing: str) -> bool:
+    """Return whether all ranks of the tensor's mesh have the same number. All of them must call; `doing` names the work to a rank
+    that waits for others here."""
+    with glancing(doing):
+        return bool(equal_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value)))
 
 
 def _groups(value: DTensor) -> list[dist.ProcessGroup]:
@@ -180,7 +184,7 @@ def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., t
             return initialise(tensor, *args, **kwargs)
         local, generator = local_of(tensor), kwargs.get("generator")
         whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local.device)
-        with glancing("a random draw for a sharded tensor"), _agreed(generator, tensor), torch.no_grad():
+        with glancing(_DRAW), _agreed(generator, tensor), torch.no_grad():
             local.copy_(own_part(tensor, initialise(whole, *args, **kwargs)))
         return tensor
 

@@ -122,8 +122,9 @@ def _write_whole(op: Any, args: Any, kwargs: Any) -> None:
     target: DTensor = args[0]
     others = [each for each in tree_flatten((args[1:], kwargs))[0] if isinstance(each, torch.Tensor)]
     plain = [each for each in others if not isinstance(each, DTensor) and each.dim()]
-    with glancing("a write into a sharded tensor"):
-        if not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, target):
+    doing = "a write into a sharded tensor"
+    with glancing(doing):
+        if not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, target, doing):
             raise StateError(
                 "ranks write different values into a parallel model's parameter or gradient: make the same tensor, and the same "
                 "indices, on every rank"

@@ -50,7 +50,11 @@ def complex_numbers(deep: Deep, f: nn.Module, x: Tensor) -> Tensor:
     return (f(x) * (1 + 2j)).imag + torch.exp(0.5j * f(x)).real + (torch.complex(f(x), x) - 1j).abs()
 
 
-EQUAL = (inner_step, gradient_of_function, complex_numbers)
+def selected_by_a_number(deep: Deep, f: nn.Linear, x: Tensor) -> Tensor:
+    return torch.index_select(f(x), 1, f.weight.sum(1).argmax())
+
+
+EQUAL = (selected_by_a_number, inner_step, gradient_of_function, complex_numbers)
 
 
 @pytest.mark.parametrize("body", EQUAL)
@@ -109,6 +113,10 @@ def _sliced(y: Tensor, x: Tensor) -> Tensor:
     return y.topk(int(x.argmax()) % 3 + 1).values
 
 
+def row_of_a_number(deep: Deep, f: nn.Module, x: Tensor) -> Tensor:
+    return f(x)[:, f.weight.sum(1).argmax()]
+
+
 def generator(deep: Deep, f: nn.Module, x: Tensor) -> Tensor:
     return f(x) + torch.randn(4, generator=torch.Generator().manual_seed(0))
 
@@ -122,6 +130,7 @@ REFUSED: dict[Callable[..., Tensor], str] = {
     momentum_by_data: r"x.data = .*register_buffer",
     clamped_weights: r"the parameter deep.trained, which the optimizer trains",
     numpy_inside: r"\(module deep\): numpy .*function of torch",
+    row_of_a_number: r"\(module deep\): .* data of a tensor; .* torch.index_select where a tensor of one number is an index",
     in_a_function: r"\(module deep\): .* data of a tensor",
     generator: r"a generator",
 }

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
 from support.harness.habits import (  # noqa: F401
+    cluster,
     equals_one_process,
     of,
     one_step,
     parallel_of,
     test_habit,
     test_habit_under_other_plans,
+    warning_of,
 )
 from support.models.habit_model import BATCH, batch, net
-from torch import nn
+from torch import Tensor, nn
+
+import autopar
 
 
 def draws_differ(parallel: Any, reference: nn.Module) -> None:
@@ -108,3 +113,39 @@ def inference_mode(plan: str) -> None:
         equals_one_process(parallel, reference, 1)
         one_step(parallel, **batch(seed, 6))
         parallel.zero_grad()
+
+
+class PaddedEncoder(nn.Module):
+    """Takes the mean over all positions, the padded ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.words, self.encoder, self.head = nn.Embedding(12, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.encoder(self.words(ids), src_key_padding_mask=ids == 0)
+        return self.head(hidden.mean(1)).square().mean()  # type: ignore[no-any-return]
+
+
+def eval_with_padded_encoder(force: str) -> str:
+    """One process takes torch's fast path here, and has another number than in training or with gradients."""
+    ids = torch.arange(32).view(8, 4) % 11 + 1
+    ids[::2, 2:] = 0
+    torch.manual_seed(0)
+    reference = PaddedEncoder().double()
+    parallel = autopar.parallelize(copy.deepcopy(reference), cluster(), {"ids": ids}, force=force or None, cache=False)
+    in_training = warning_of(lambda: one_step(parallel, ids=ids))
+    parallel.eval(), reference.eval()
+    with_gradients = warning_of(lambda: parallel(ids=ids))
+    with torch.no_grad():
+        line, again = (warning_of(lambda: parallel(ids=ids)) for _ in range(2))
+        fast = reference(ids)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(parallel(ids=ids), reference(ids))
+            assert abs(fast - reference(ids)) > 1e-3
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert not any("set_fastpath_enabled" in each for each in (in_training, with_gradients, again))
+    return line

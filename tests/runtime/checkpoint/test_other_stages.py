@@ -8,6 +8,7 @@ import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.harness.comparison import same_state
 from support.harness.habits import refusal
@@ -119,3 +120,26 @@ def tied(folder: str) -> None:
 
 def test_tied_weights_have_all_their_names(ranks: RankPool, tmp_path: Any) -> None:
     ranks.run(tied, str(tmp_path), world=2)
+
+
+def alone() -> list[str]:
+    """On a rank: what each call says that rank 0 alone does, while rank 1 calls the model; then a call of both."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    parallel: Any = autopar.parallelize(Net(), "local:2", (x,), force="pp=2", cache=False)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    calls = {
+        "full_optimizer_state": lambda: parallel.full_optimizer_state(optimizer),
+        "load_state_dict": lambda: parallel.load_state_dict(Net().state_dict()),
+    }
+    lines = [refusal(call if dist.get_rank() == 0 else lambda: parallel(x)) for call in calls.values()]
+    assert parallel(x).isfinite()
+    return lines
+
+
+def test_values_of_two_gathers_are_not_taken_for_each_other(ranks: RankPool) -> None:
+    """A stage's gather of an optimizer's state met the gather of another one's refusal, on one group of two ranks."""
+    first, second = ranks.run(alone, world=2)
+    assert first == second
+    for line, name in zip(first, ("full_optimizer_state", "load_state_dict"), strict=True):
+        assert f": {name} needs every rank; take it out of `if rank == 0:`" in line, line

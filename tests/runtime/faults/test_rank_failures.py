@@ -117,13 +117,27 @@ def test_a_rank_that_leaves_a_backward_out_is_named(ranks: RankPool, plans: Call
             assert lines and "rank 2" in lines[-1], f"{fault}: {outcome.text}"
 
 
-def test_what_one_rank_does_alone_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
-    """`if rank == 0: parallel.full_state()`: it waits for the others there, and they for it in the next call."""
-    faults = [
+ALONE = [
+    [
         Fault("pp=2,dp=2", "alone", "full_state", 0),
         Fault("dp=4,zero=3", "alone", ".full_tensor()", 1),
         Fault("dp=2,tp=2", "alone", "a random draw for a sharded tensor", 2),
-    ]
+    ],
+    [
+        Fault("dp=4,zero=3", "alone", "load_state_dict", 0),
+        Fault("dp=2,tp=2", "alone", "load_full_state", 1),
+        Fault("dp=4", "alone", "load_full_optimizer_state", 2),
+        Fault("dp=4,zero=3", "alone", "a write of an ordinary tensor into a sharded one", 0),
+    ],
+]
+
+
+@pytest.mark.parametrize("faults", ALONE, ids=["reads", "writes"])
+def test_what_one_rank_does_alone_is_named(
+    faults: list[Fault], ranks: RankPool, plans: Callable[[str], str], tmp_path: Path
+) -> None:
+    """`if rank == 0: parallel.full_state()`: it waits for the others there, and they for it in the next call. A load changes
+    nothing before."""
     for fault, outcomes in failing_runs(ranks, tmp_path, faults, plans, PATIENCE_SECONDS).items():
         for outcome in outcomes.values():
             assert outcome.status == 1 and outcome.seconds < PATIENCE_SECONDS + 1.5, f"{fault}: {outcome.text}"

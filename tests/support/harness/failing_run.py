@@ -37,6 +37,10 @@ ALONE: dict[str, Callable[[Any], object]] = {
     ".full_tensor()": lambda parallel: [each.full_tensor() for each in parallel.parameters()],
     "a random draw for a sharded tensor": lambda parallel: [each.data.normal_() for each in parallel.parameters()],
     "saving a checkpoint": lambda parallel: parallel.save("/nowhere", step=1),
+    "a write of an ordinary tensor into a sharded one": lambda parallel: _copy_ones(parallel),
+    "load_state_dict": lambda parallel: parallel.load_state_dict(_plain_state(parallel), strict=False),
+    "load_full_state": lambda parallel: parallel.load_full_state(_plain_state(parallel)),
+    "load_full_optimizer_state": lambda parallel: parallel.load_full_optimizer_state(_optimizer(parallel), {}),
 }
 """What needs all ranks, by its name in messages; here the culprit does it alone."""
 DIFFERENCES = ("another batch", "another model", "another torch", "another autopar")
@@ -301,6 +305,28 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
             optimizer.register_step_pre_hook(strike)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _plain_state(parallel: Any) -> dict[str, Any]:
+    """Ones for all parameters and buffers."""
+    import torch
+
+    specs = parallel.state.index.specs.items()
+    return {name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs}
+
+
+def _copy_ones(parallel: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.copy_(torch.ones(parameter.shape, dtype=parameter.dtype))
+
+
+def _optimizer(parallel: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(parallel.parameters(), lr=0.1)
 
 
 def _when_backward(result: Any, strike: Callable[..., None]) -> None:

@@ -27,6 +27,33 @@ def masks_are_not_read() -> AbstractContextManager[None]:
     return replaced(transformer, "_detect_is_causal_mask", hint)
 
 
+PADDED_ENCODER = (
+    "an nn.TransformerEncoder has a padding mask: in evaluation without gradients the program computes what torch does under "
+    "torch.backends.mha.set_fastpath_enabled(False)"
+)
+
+
+@contextmanager
+def padded_encoders() -> Iterator[list[str]]:
+    """Yield `PADDED_ENCODER` for each call of an ``nn.TransformerEncoder`` for which torch may take its fast path in evaluation:
+    over nested tensors, whose padded outputs are zeros. While a model is traced it does not, since that depends on the mask."""
+    before, notes = nn.TransformerEncoder.forward, list[str]()
+
+    def forward(
+        self: nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        if self.use_nested_tensor and src.dim() == 3 and src_key_padding_mask is not None and mask is None:
+            notes.append(PADDED_ENCODER)
+        return before(self, src, mask, src_key_padding_mask, is_causal)
+
+    with replaced(nn.TransformerEncoder, "forward", forward):
+        yield notes
+
+
 def to_the_same_device() -> AbstractContextManager[None]:
     """``submodule.to(device)`` in a forward, where it is there already: torch would swap parameters that are being traced."""
     before = nn.Module.to
