@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from ..comm.heartbeat import Heartbeat, glancing, watched
+from ..comm.heartbeat import Heartbeat, watched
+from ..comm.norms import norm_over_ranks, whole_norms
 from ..compat.compile import is_traced
 from ..compat.dtensor import local_of, over_local, whole, without_overrides
 from ..device.mesh import MeshHandle
@@ -84,7 +84,7 @@ class StageGradients:
         first = torch.tensor([self.holders[name][0] == self.mesh.pp.coordinate for name in names], device=norms.device)
         own = torch.linalg.vector_norm(torch.where(first, norms.double(), 0.0 if order >= 0 else math.inf), order)
         with watched(self.heartbeat, _NORM_OF_ALL):
-            return _over_ranks(own, order, self.mesh.group(self.mesh.pp.name)).to(norms.dtype)
+            return norm_over_ranks(own, order, self.mesh.group(self.mesh.pp.name)).to(norms.dtype)
 
 
 class Gradient(DTensor):
@@ -97,8 +97,11 @@ class Gradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "_foreach_norm" and not is_traced():
-            return _list_norms(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "").startswith("_foreach_") and not is_traced():
+            if len(parts := _by_mesh(args[0])) > 1:
+                return _on_each_mesh(func, parts, args, kwargs or {})
+            if func.__name__ == "_foreach_norm":
+                return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if not isinstance(result, (torch.Tensor, list, tuple)):  # a property: optimizers ask `is_sparse` of each
             return result
@@ -273,18 +276,29 @@ def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) 
     return out
 
 
-def _list_norms(tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:  # noqa: A002
-    """The norms of gradients and other tensors, each as a whole, on every rank: what ``torch._foreach_norm`` gives."""
-    every = [each if dtype is None else each.to(dtype) for each in tensors]
-    by_mesh: dict[DeviceMesh | None, list[int]] = {}
-    for position, each in enumerate(every):
-        by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(position)
-    norms = dict[int, torch.Tensor]()
-    for mesh, positions in by_mesh.items():
-        some: Any = [every[position] for position in positions]
-        norms.update(zip(positions, torch._foreach_norm(some, ord) if mesh is None else whole_norms(some, ord), strict=True))
-    # .dtype would ask here again
-    return [stage_norm(norms[position].to(local_of(each).dtype), each) for position, each in enumerate(every)]
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors by the mesh that they are on: those of several models, or of none, may be in one list."""
+    positions: dict[DeviceMesh | None, list[int]] = {}
+    for position, each in enumerate(tensors):
+        positions.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(position)
+    return list(positions.values())
+
+
+def _on_each_mesh(function: Any, parts: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operation on lists once for each part of their positions."""
+    tensors, results = args[0], dict[int, Any]()
+    for part in parts:
+        # lists of numbers have one for each tensor
+        lists = ([each[position] for position in part] if isinstance(each, (list, tuple)) and each else each for each in args)
+        results.update(zip(part, function(*lists, **kwargs), strict=True))
+    return tensors if function.__name__.endswith("_") else [results[position] for position in range(len(tensors))]
+
+
+def _list_norms(tensors: Sequence[DTensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:  # noqa: A002
+    """The norms of gradients on one mesh, each as a whole, on every rank: what ``torch._foreach_norm`` gives."""
+    parts: Any = tensors if dtype is None else [each.to(dtype) for each in tensors]
+    norms = zip(whole_norms(parts, ord), parts, tensors, strict=True)
+    return [stage_norm(norm.to(local_of(part).dtype), each) for norm, part, each in norms]  # .dtype would ask here again
 
 
 def stage_norm(norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -318,34 +332,8 @@ def total_norm(gradients: Sequence[DTensor], mesh: MeshHandle, norm_type: float)
     norms = whole_norms(gradients, norm_type) if gradients else torch.zeros(1, device=mesh.device)
     value: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     if mesh.pp.size > 1:
-        value = _over_ranks(value.double(), norm_type, mesh.group(mesh.pp.name))
+        value = norm_over_ranks(value.double(), norm_type, mesh.group(mesh.pp.name))
     return value
-
-
-def whole_norms(tensors: Sequence[DTensor], order: float = 2.0) -> torch.Tensor:
-    """The norms of tensors on one mesh, each as a whole ``[tensors]``, in float32 or longer, equal on all ranks. One small
-    all-reduce for each axis that some are sharded on."""
-    tensors, mesh = list(map(whole, tensors)), tensors[0].device_mesh
-    parts = list(map(local_of, tensors))
-    none = 0.0 if order >= 0 else math.inf
-    norms = torch._foreach_norm([part if part.numel() else part.new_full((1,), none) for part in parts], order)
-    values = torch.stack([norm.to(torch.promote_types(torch.float32, norm.dtype)) for norm in norms])
-    with glancing("the norm of gradients"):
-        for axis in range(mesh.ndim):
-            sharded = [not isinstance(each.placements[axis], Replicate) for each in tensors]
-            if mesh.size(axis) > 1 and any(sharded):
-                reduced = _over_ranks(values, order, mesh.get_group(axis))
-                values = reduced if all(sharded) else torch.where(torch.tensor(sharded, device=values.device), reduced, values)
-    return values
-
-
-def _over_ranks(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The norms of what the ranks of a group have together, from the norms of their parts."""
-    extreme = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-    has_powers = order != 0 and not math.isinf(order)  # of order 0 it is a count
-    powers = norms.pow(order) if has_powers else norms.clone()
-    dist.all_reduce(powers, extreme if math.isinf(order) else dist.ReduceOp.SUM, group)
-    return powers.pow(1.0 / order) if has_powers else powers
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
+from ..comm.norms import whole_norms
 from ..compat.dtensor import has_empty_part, local_of, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
-from ..state.gradient import flat, stage_norm, whole_norms
+from ..state.gradient import flat, stage_norm
 
 _NO_SUMS = (
     *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist"),

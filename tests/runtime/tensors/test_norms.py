@@ -47,6 +47,33 @@ def test_norms_are_those_of_whole_tensors(ranks: RankPool) -> None:
         assert not wrong
 
 
+def clip_several_models() -> None:
+    """On a rank: gradients on two meshes and ordinary ones, in one call."""
+    whole, shards = gradients()
+    others = init_device_mesh("cpu", (4,), mesh_dim_names=("c",))
+    elsewhere = [as_gradient(distribute_tensor(each, others, [Shard(0)]), None, "") for each in whole[:3]]
+    for first in (0, 1, 2):
+        mixture = [[each.clone() for each in whole[:3]], shards[:3], elsewhere]
+        mixture = [*mixture[first:], *mixture[:first]]
+        ours, plain = [nn.Parameter(torch.zeros_like(each)) for each in sum(mixture, [])], list[nn.Parameter]()
+        for parameter, gradient in zip(ours, sum(mixture, []), strict=True):
+            parameter.grad = gradient.clone() if not isinstance(gradient, DTensor) else as_gradient(gradient.clone(), None, "")
+            value = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            plain.append(nn.Parameter(torch.zeros_like(value)))
+            plain[-1].grad = value.clone()
+        norms = [nn.utils.clip_grad_norm_(each, 0.1) for each in (ours, plain)]
+        for each in (ours, plain):
+            nn.utils.clip_grad_value_(each, 0.01)
+        torch.testing.assert_close(*norms)
+        for one, other in zip(ours, plain, strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad, other.grad)
+
+
+def test_gradients_of_several_models_in_one_call(ranks: RankPool) -> None:
+    ranks.run(clip_several_models, world=4)
+
+
 def collectives_of_a_clip() -> int:
     """On a rank: how many torch's own functions take, of 15 parameters."""
     parameters = []
