@@ -46,10 +46,10 @@ def check_options(
     leave to other models."""
     has = plan.candidate.precision
     own = precision_of(None, model)
-    if precision is None and has.compute == has.master != own.master:  # a plan that was made without precision=
+    if precision is None and has.compute == has.master != own.master:  # what a plan without precision= has of another model
         raise PlanMismatch(
-            f"the plan is of a model in {has.master}, and this one is in {own.master}: cast it, model.to(torch.{has.master}), or "
-            "plan again"
+            f"the plan stores weights and computes in {has.master}, and this model is in {own.master}: plan again, cast the model, or "
+            f'say precision=autopar.Precision("{has.compute}", "{has.master}"), where that is meant'
         )
     if precision is not None:
         wanted = precision_of(precision, model)

@@ -96,9 +96,10 @@ def test_a_plan_for_another_dtype() -> None:
 
     plan = autopar.plan(Net(), "local:2", batch())
     check_options(plan, Net(), None, None)
-    with pytest.raises(autopar.PlanMismatch, match=r"float32, and this one is in bfloat16: cast it, model.to\(torch.float32\)"):
+    with pytest.raises(autopar.PlanMismatch, match=r'in bfloat16: .* say precision=autopar.Precision\("float32", "float32"\)'):
         check_options(plan, Net().to(torch.bfloat16), None, None)
-    check_options(plan, Net().to(torch.bfloat16), "float32", None)  # what is stored was asked for
+    for asked in ("float32", autopar.Precision("float32", "float32")):
+        check_options(plan, Net().to(torch.bfloat16), asked, None)
     mixed = autopar.plan(Net().to(torch.bfloat16), "local:2", batch(), precision="bf16")
     check_options(mixed, Net().to(torch.bfloat16), None, None)  # its float32 weights were asked for
 
