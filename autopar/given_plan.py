@@ -48,8 +48,8 @@ def check_options(
     own = precision_of(None, model)
     if precision is None and has.compute == has.master != own.master:  # what a plan without precision= has of another model
         raise PlanMismatch(
-            f"the plan stores weights and computes in {has.master}, and this model is in {own.master}: plan again, cast the model, "
-            f'or say precision=autopar.Precision("{has.compute}", "{has.master}"), where that is meant'
+            f"the plan stores weights and computes in {has.master}, and this model is in {own.master}: plan again, cast the "
+            f'model, or say precision=autopar.Precision("{has.compute}", "{has.master}"), where that is meant'
         )
     if precision is not None:
         wanted = precision_of(precision, model)
