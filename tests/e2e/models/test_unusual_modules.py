@@ -110,7 +110,7 @@ def answer(text: str, state: dict[str, Tensor], batch: dict[str, Tensor], traini
 def test_batch_norm_is_not_evaluated_by_the_batch(ranks: RankPool) -> None:
     case = prepare("convnet_bn")
     text = program(case, plan(case, {"dp": 4, "zero": 0}))
-    assert "statistics of the batch" in ranks.run(answer, text, case.state, case.batch, False)[0]
+    assert "statistics of batch norm" in ranks.run(answer, text, case.state, case.batch, False)[0]
 
 
 def test_another_sequence_length_is_refused(ranks: RankPool) -> None:
