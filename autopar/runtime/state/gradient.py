@@ -98,8 +98,8 @@ class Gradient(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "").startswith("_foreach_") and not is_traced():
-            if len(parts := _by_mesh(args[0])) > 1:
-                return _on_each_mesh(func, parts, args, kwargs or {})
+            if len(parts := by_mesh(args[0])) > 1:
+                return on_each_mesh(func, parts, args, kwargs or {})
             if func.__name__ == "_foreach_norm":
                 return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) 
     return out
 
 
-def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
     """The positions of tensors by the mesh that they are on: those of several models, or of none, may be in one list."""
     positions: dict[DeviceMesh | None, list[int]] = {}
     for position, each in enumerate(tensors):
@@ -284,14 +284,14 @@ def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(positions.values())
 
 
-def _on_each_mesh(function: Any, parts: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_each_mesh(function: Any, parts: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operation on lists once for each part of their positions."""
-    tensors, results = args[0], dict[int, Any]()
+    results = dict[int, Any]()
     for part in parts:
         # lists of numbers have one for each tensor
         lists = ([each[position] for position in part] if isinstance(each, (list, tuple)) and each else each for each in args)
-        results.update(zip(part, function(*lists, **kwargs), strict=True))
-    return tensors if function.__name__.endswith("_") else [results[position] for position in range(len(tensors))]
+        results.update(zip(part, function(*lists, **kwargs) or (), strict=False))  # none of an operation that writes
+    return [results[position] for position in sorted(results)] or None
 
 
 def _list_norms(tensors: Sequence[DTensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:  # noqa: A002

@@ -17,7 +17,7 @@ from ..compat.autograd import in_backward
 from ..compat.dtensor import gathered, operations_of_shards, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
-from ..state.gradient import Gradient, flat, place_of
+from ..state.gradient import Gradient, by_mesh, flat, on_each_mesh, place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
@@ -30,7 +30,10 @@ _OF_SAME = (
 _COMPARED = ("isclose", "eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
 _OF_OPTIMIZERS = ("clone", "sqrt", "zeros_like")
 """Of one tensor: here only since `usual_operation` runs what is element-wise faster than DTensor does."""
-_OF_LISTS = ("copy", "add", "sub", "mul", "div", "lerp")
+_OF_LISTS = (
+    *("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "sign", "abs", "pow", "reciprocal"),
+    *("zero", "maximum", "minimum", "clamp_min", "clamp_max"),
+)
 
 
 def mix_whole_tensors() -> AbstractContextManager[None]:
@@ -51,6 +54,8 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
+        if op._schema.name.startswith("aten::_foreach_") and len(parts := by_mesh(args[0])) > 1:
+            return on_each_mesh(op, parts, args, kwargs)  # of an optimizer of several models
         if not any(map(_is_whole, flat(args))) or in_backward():
             return usual(op, args, kwargs)
         return _mixed(usual, op, args, kwargs)

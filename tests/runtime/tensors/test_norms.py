@@ -70,8 +70,26 @@ def clip_several_models() -> None:
             torch.testing.assert_close(one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad, other.grad)
 
 
+def update_several_models() -> None:
+    """On a rank: parameters on two meshes and ordinary ones, in one optimizer that takes lists."""
+    whole, shards = gradients()
+    others = init_device_mesh("cpu", (4,), mesh_dim_names=("c",))
+    elsewhere = [distribute_tensor(each, others, [Shard(0)]) for each in whole[:3]]
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        for mixture in ([*whole[:3], *shards[:3], *elsewhere], [*elsewhere, *whole[:3], *shards[:3]]):
+            ours = [nn.Parameter(each.detach().clone()) for each in mixture]
+            plain = [nn.Parameter(each.full_tensor() if isinstance(each, DTensor) else each.clone()) for each in mixture]
+            for parameters in (ours, plain):
+                for parameter in parameters:
+                    parameter.grad = parameter.detach() * 0.5
+                kind(parameters, lr=0.1, foreach=True).step()
+            for one, other in zip(ours, plain, strict=True):
+                torch.testing.assert_close(one.full_tensor() if isinstance(one, DTensor) else one, other)
+
+
 def test_gradients_of_several_models_in_one_call(ranks: RankPool) -> None:
     ranks.run(clip_several_models, world=4)
+    ranks.run(update_several_models, world=4)
 
 
 def collectives_of_a_clip() -> int:
