@@ -99,7 +99,8 @@ class Gradient(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "").startswith("_foreach_") and not is_traced():
             if len(parts := by_mesh(args[0])) > 1:
-                return on_each_mesh(func, parts, args, kwargs or {})
+                results = on_each_mesh(func, parts, args, kwargs or {})
+                return list(map(local_of, results)) if func.__name__ == "_foreach_norm" else results  # numbers on no mesh
             if func.__name__ == "_foreach_norm":
                 return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
