@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_a_backward_out_is_named(ranks: RankPool, plans: Call
         for outcome in outcomes.values():
             assert outcome.status == 1 and outcome.seconds < PATIENCE_SECONDS + 1.5, f"{fault}: {outcome.text}"
             lines = [line for line in outcome.text.splitlines() if "call backward on all ranks, or on none" in line]
-            assert lines and "rank 2" in lines[-1], f"{fault}: {outcome.text}"
+            assert lines and "rank 2" in lines[-1], f"{fault}: {outcome}, of {outcomes}"
 
 
 ALONE = [
