@@ -49,9 +49,9 @@ def build(model: str, tiny: bool = False) -> tuple[nn.Module, dict[str, torch.Te
         return Llama(sizes, 64), {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     import transformers
 
-    sizes = dict(n_embd=32, n_head=4, vocab_size=256) if tiny else {}
+    small = dict(n_embd=32, n_head=4, vocab_size=256) if tiny else {}
     config = transformers.GPT2Config(
-        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLMLoss", **sizes
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLMLoss", **small
     )
     tokens = torch.randint(0, config.vocab_size, (8, 32))
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}

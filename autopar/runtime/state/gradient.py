@@ -180,6 +180,10 @@ class StageNorms(torch.Tensor):
             raise _combined(word)
         return _norms(result, stage, names if result.dim() else names[:1])
 
+    def full_tensor(self) -> torch.Tensor:
+        """Return itself: scripts for FSDP2 ask the norm of a DTensor for the whole one."""
+        return self
+
     def __format__(self, style: str) -> str:  # torch's is of its own class alone
         return format(self.as_subclass(torch.Tensor), style)
 

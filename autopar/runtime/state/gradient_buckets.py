@@ -49,13 +49,13 @@ def redirect_gradients(parameter: nn.Parameter, canonical: nn.Parameter) -> None
 @dataclass(eq=False)
 class GradientBucket:
     """Replicated parameters of one block and dtype: one all-reduce, started when the last gradient is computed. `dtype`: that of
-    the all-reduce; None: the gradients'. `ready`, `sent`: gradients, and those in `flat`, by position. `reuse_flat`: on CPUs the
-    flat tensor is kept for the next step."""
+    the all-reduce; None: the gradients'. `ready`: gradients by position; `in_flat`: the positions of those in `flat`.
+    `reuse_flat`: on CPUs the flat tensor is kept for the next step."""
 
     members: list[tuple[nn.Parameter, nn.Parameter]]
     dtype: torch.dtype | None = None
     ready: dict[int, torch.Tensor] = field(default_factory=dict)
-    sent: list[int] = field(default_factory=list)
+    in_flat: list[int] = field(default_factory=list)
     flat: torch.Tensor | None = None
     spare_flat: torch.Tensor | None = None
     reuse_flat: bool = True
@@ -63,8 +63,8 @@ class GradientBucket:
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Start the all-reduce over `group`."""
-        self.sent = sorted(self.ready)  # the same order on all ranks
-        self.flat = self._flatten([self.ready[position].reshape(-1) for position in self.sent])
+        self.in_flat = sorted(self.ready)  # the same order on all ranks
+        self.flat = self._flatten([self.ready[position].reshape(-1) for position in self.in_flat])
         self.ready = {}
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
@@ -84,7 +84,7 @@ class GradientBucket:
         """Waits, and hands out the sums."""
         assert self.flat is not None and self.work is not None
         self.work.wait()
-        members = [self.members[position] for position in self.sent]
+        members = [self.members[position] for position in self.in_flat]
         parts = list(self.flat.split([parameter.numel() for parameter, _ in members]))
         for (parameter, canonical), part in zip(members, parts, strict=True):
             accumulate_gradient(canonical, part.view(parameter.shape).to(parameter.dtype))
@@ -94,7 +94,7 @@ class GradientBucket:
 
     def clear(self) -> None:
         """Drop what a failed backward left."""
-        self.ready, self.sent, self.flat, self.work = {}, [], None, None
+        self.ready, self.in_flat, self.flat, self.work = {}, [], None, None
 
 
 def _take_gradient(parameter: torch.Tensor) -> torch.Tensor:

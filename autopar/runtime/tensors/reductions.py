@@ -53,8 +53,8 @@ def _norm(op: Any, args: Any, kwargs: Any) -> Any:
     """Reduce to a norm, which is a stage's where it is a number: a differentiable one is a penalty, and goes into the loss."""
     norm = _reduce(op, args, kwargs)
     number = local_of(norm)
-    staged = number if number.dim() or torch.is_grad_enabled() else stage_norm(number, args[0])
-    return norm if staged is number else staged
+    of_stage = number if number.dim() or torch.is_grad_enabled() else stage_norm(number, args[0])
+    return norm if of_stage is number else of_stage
 
 
 def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:
@@ -64,5 +64,5 @@ def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or len(order) > 1 or meshes or mesh is None:
         return _reduce(op, args, kwargs)
     norms = [norm.to(each.dtype) for norm, each in zip(whole_norms(tensors, *order), tensors, strict=True)]
-    staged = [stage_norm(norm, each) for norm, each in zip(norms, tensors, strict=True)]
-    return [replicated(norm, mesh) if of is norm else of for norm, of in zip(norms, staged, strict=True)]
+    of_stages = [stage_norm(norm, each) for norm, each in zip(norms, tensors, strict=True)]
+    return [replicated(norm, mesh) if of_stage is norm else of_stage for norm, of_stage in zip(norms, of_stages, strict=True)]

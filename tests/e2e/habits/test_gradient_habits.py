@@ -161,6 +161,9 @@ def clip_grad_norm(plan: str) -> None:
         parallel.load_state_dict(start)
         assert not (wrong := different_numbers("clip", clipped(parallel, clip), clipped(net(), clip), 1e-9)), wrong
     one_step(parallel)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            torch.testing.assert_close(parameter.norm().full_tensor().item(), parameter.full_tensor().norm().item())
     norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
     if dist.get_rank() == 0:  # as a log line does
         assert norm.item() > 0 and not isinstance(norm, DTensor)
