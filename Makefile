@@ -13,7 +13,7 @@ PYTEST := $(PY) -m pytest
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-short test test-full check lint setup pictures wheel clean
+.PHONY: demo demo-short test test-submit test-full check lint setup pictures wheel clean
 
 demo: $(RUNTIME)
 	$(PY) examples/train_gpt.py
@@ -21,10 +21,19 @@ demo: $(RUNTIME)
 demo-short: $(RUNTIME)
 	$(PY) examples/train_gpt.py --short
 
+# What a submission runs besides: whole folders about what is beside the compiler, and those that prove by random draws, faults or a
+# second way what other tests prove.
+SUBMIT := $(addprefix tests/,docs dryrun e2e/elastic e2e/packed fuzz integrations machine_report runtime/faults software solve/processes \
+	validate)
 # A worker takes half of the tests, in order, so that what the tests of a room share is made once; one that is done takes over half of
 # what another has left.
+FAST := -m "not slow" -n $(WORKERS) --dist worksteal --durations=10
+
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(WORKERS) --dist worksteal --durations=10
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(SUBMIT))
+
+test-submit: $(STAMP)
+	$(PYTEST) $(FAST) $(SUBMIT)
 
 # One run a folder of tests, each of which ends: a test of more than three hours writes the stacks of all threads and ends its run.
 PART ?= $(filter-out benchmarks data support __pycache__,$(patsubst tests/%/,%,$(wildcard tests/*/)))

@@ -43,15 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests that `slow_tests.txt` lists are slow. UsageError for a line that names none, where everything was collected."""
+    """The tests that `slow_tests.txt` lists are slow. UsageError for a line of whole folders that names none."""
     lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
     listed = {line for line in lines if line and not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:
             item.add_marker("slow")
             listed.remove(item.nodeid)
-    if listed and config.args == config.getini("testpaths"):
-        raise pytest.UsageError(f"slow_tests.txt names no test: {sorted(listed)}")
+    ignored = tuple(config.getoption("ignore") or ())
+    unknown = sorted(line for line in listed if line.startswith(tuple(config.args)) and not line.startswith(ignored))
+    if unknown and all(Path(folder).is_dir() for folder in config.args):
+        raise pytest.UsageError(f"slow_tests.txt names no test: {unknown}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

