@@ -143,10 +143,11 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
 
 
 def _named(name: str, maker: Node | None, reader: Node | None = None) -> str:
-    """``aten.mean.dim (%mean, model.py:12, module head)``; an input with the operation that reads it."""
+    """``aten.mean.dim (%mean, model.py:12, module head)``, with the operation that reads it."""
     if maker is None and reader is not None:
         return f"%{name} (read by {reader.op}, {_place(reader) or 'the model'})"
-    return f"{maker.op} (%{name}, {_place(maker) or 'the model'})" if maker is not None else f"%{name}"
+    read = f", which {reader.op} reads," if reader is not None else ""
+    return f"{maker.op} (%{name}, {_place(maker) or 'the model'}){read}" if maker is not None else f"%{name}"
 
 
 def _place(node: Node | None) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
-from autopar.operations.notation.line_text import letter, line_text
+from autopar.operations.notation.line_text import line_text
 from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction, OperationCollective, argument
 from autopar.operations.notation.spelling import function
 from autopar.operations.operation import Operation, several
-from autopar.operations.pointwise import elementwise_rule
+from autopar.operations.pointwise import broadcast_terms, elementwise_rule
 from autopar.operations.reductions import sum_dtype
 
 
@@ -20,10 +20,10 @@ def pointwise_loss_rule(position: int) -> Derive:
         reduction = argument(node, position, "reduction", 1)
         if reduction == 0:
             return elementwise_rule(node, shapes)
-        if reduction != 2 or any(shape != shapes[0] for shape in shapes):
+        if reduction != 2 or shapes[0] != shapes[1]:
             return None
-        terms = [letter(i) + "+" for i in range(len(shapes[0]))]
-        return DerivedLine(line_text([terms] * len(shapes), [[]]))
+        summed = ([term + "+" if term.isalpha() else term for term in broadcast_terms(shape, shapes[0])] for shape in shapes)
+        return DerivedLine(line_text(summed, [[]]), addends=())  # class weights are factors of every summand
 
     return derive
 

@@ -20,14 +20,15 @@ FIRST = ((0,),)
 
 def elementwise_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """Every dimension of the result is a factor; operands broadcast from the right."""
-    rank = max(len(value.shape) for value in node.outputs)
     result = node.outputs[0].shape
+    results = (value.shape for value in node.outputs)
+    return DerivedLine(line_text(*((broadcast_terms(shape, result) for shape in side) for side in (shapes, results))))
 
-    def terms(shape: Shape) -> list[str]:
-        offset = rank - len(shape)
-        return [letter(i + offset) if size == result[i + offset] else fixed(size) for i, size in enumerate(shape)]
 
-    return DerivedLine(line_text(map(terms, shapes), (terms(value.shape) for value in node.outputs)))
+def broadcast_terms(shape: Shape, whole: Shape) -> list[str]:
+    """The factor of each dimension of an operand that broadcasts from the right to `whole`."""
+    offset = len(whole) - len(shape)
+    return [letter(i + offset) if size == whole[i + offset] else fixed(size) for i, size in enumerate(shape)]
 
 
 def view_bits_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from support.models.operation_examples import build, single_operations, t
+from support.models.operation_examples import build, constants, single_operations, t
 from support.models.operations.further_examples import OPTIONAL, further_operations
 from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
@@ -111,7 +111,7 @@ def check(block: Block, tensors: dict[str, torch.Tensor], size: int) -> int:
         operands = [(placement_of(k, shape, size),) for k, shape in zip(kinds, operation.call.shapes, strict=True)]
         made = [(placement_of(k, shape, size),) for k, shape in zip(results, operation.call.results, strict=True)]
         try:
-            assert_sharded_equals_whole(operation.node, tensors, operands, made, (size,))
+            assert_sharded_equals_whole(operation.node, tensors, operands, made, (size,), constants=constants(block))
         except Exception as error:
             raise AssertionError(f"{operation.node.op} over {size}: {kinds} -> {results}") from error
         done += 1

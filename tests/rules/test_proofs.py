@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.operation_examples import build, single_operations
+from support.models.operation_examples import build, constants, single_operations
 from support.models.operations.further_examples import OPTIONAL, further_operations
 from support.oracles.simulate_ranks import LABELS, assert_sharded_equals_whole
 
@@ -58,7 +58,7 @@ def offered(block: Block, size: int, registry: Registry = REGISTRY) -> tuple[Axi
 def test_line_is_exact(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
     block, tensors = build(op, args, kwargs)
-    node = block.nodes[0]
+    node, without = block.nodes[0], constants(block)
     undefined = op.startswith(UNDEFINED)
     if missing_rules(block, REGISTRY):
         assert op in ("aten.index.Tensor", "aten.histc") or "loss" in op or "entropy" in op, "only few have forms without a line"
@@ -72,7 +72,7 @@ def test_line_is_exact(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             operands = [(placement,) for placement in strategy.operands]
             results = [(placement,) for placement in strategy.results]
             try:
-                assert_sharded_equals_whole(node, tensors, operands, results, (size,), strategy.function)
+                assert_sharded_equals_whole(node, tensors, operands, results, (size,), strategy.function, constants=without)
             except Exception as error:
                 raise AssertionError(f"{node.op} over {size}, {strategy}") from error
 
@@ -122,7 +122,7 @@ def unlike(plans: Iterable[NodePlan], axis: Iterable[AxisStrategy]) -> Iterator[
 def test_two_axes_are_exact(index: int) -> None:
     torch.manual_seed(0)
     block, tensors = build(*CASES[index])
-    node = block.nodes[0]
+    node, without = block.nodes[0], constants(block)
     sizes = (2, 2)
     axis = dict.fromkeys(offered(block, 2)) | dict.fromkeys(every_cut(block, 2))
     labelled = [tuple(axis), tuple(axis)]
@@ -132,6 +132,7 @@ def test_two_axes_are_exact(index: int) -> None:
             word = LABELS[plan.function]
             function_axis = next(axis for axis, label in enumerate(plan.factors) if label == word or label[:-1] == word)
         try:
-            assert_sharded_equals_whole(node, tensors, plan.operands, plan.results, sizes, plan.function, function_axis)
+            places = (plan.operands, plan.results)
+            assert_sharded_equals_whole(node, tensors, *places, sizes, plan.function, function_axis, constants=without)
         except Exception as error:
             raise AssertionError(f"{node.op}: {plan}") from error

@@ -26,15 +26,16 @@ def letters(shape: Shape, prefix: str = "d", without: Sequence[int] = ()) -> Dim
 def pointwise(call: WholeCall, linear: tuple[tuple[int, ...], ...] = ()) -> OperationRow:
     """Operands broadcast from the right. A repeated element is whole on every rank."""
     result = max(call.results, key=len)
-
-    def aligned(shape: Shape) -> Dims:
-        offset = len(result) - len(shape)
-        return plain([f"d{i + offset}" if size == result[i + offset] else "" for i, size in enumerate(shape)], shape)
-
-    operands = tuple(map(aligned, call.shapes))
+    operands = tuple(aligned(shape, result) for shape in call.shapes)
     read = {factor for dims in operands for dim in dims for factor, _ in dim}
     new = frozenset(f"d{i}" for i in range(len(result))) - read
-    return OperationRow(operands, tuple(map(aligned, call.results)), linear=linear, new=new)
+    return OperationRow(operands, tuple(aligned(shape, result) for shape in call.results), linear=linear, new=new)
+
+
+def aligned(shape: Shape, whole: Shape) -> Dims:
+    """The factors of an operand that broadcasts to `whole`."""
+    offset = len(whole) - len(shape)
+    return plain([f"d{i + offset}" if size == whole[i + offset] else "" for i, size in enumerate(shape)], shape)
 
 
 def _linear_pointwise(groups: Callable[[WholeCall], tuple[tuple[int, ...], ...]]) -> Callable[[WholeCall], OperationRow]:
@@ -147,10 +148,10 @@ def pointwise_loss(call: WholeCall) -> OperationRow:
     reduction_number = call.get("reduction", 1)
     if reduction_number == 0:
         return pointwise(call)
-    if reduction_number == 1 or any(shape != call.shapes[0] for shape in call.shapes):
+    if reduction_number == 1 or call.shapes[0] != call.shapes[1]:
         return redundant(call)
-    dims = letters(call.shapes[0])
-    return OperationRow((dims,) * len(call.shapes), ((),), {f"d{i}": "sum" for i in range(len(dims))})
+    operands = tuple(aligned(shape, call.shapes[0]) for shape in call.shapes)
+    return OperationRow(operands, ((),), {f"d{i}": "sum" for i in range(len(call.shapes[0]))})
 
 
 def rotary_embedding(call: WholeCall) -> OperationRow:

@@ -96,10 +96,16 @@ class Scores(Layers):
         return self.scores(x)
 
 
+class EachClass(nn.BCEWithLogitsLoss):
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(scores, nn.functional.one_hot(y, 5).float())
+
+
 def constant_weights(degrees: str, count: int) -> None:
     """On a rank."""
-    outside = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 2.0, 1.0, 0.7, 4.0]), label_smoothing=0.1)
-    for kind, loss_fn in ((Layers, None), (Scores, outside)):
+    weights = torch.tensor([0.3, 2.0, 1.0, 0.7, 4.0])
+    outside = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)
+    for kind, loss_fn in ((Layers, None), (Scores, outside), (Scores, EachClass(weights, pos_weight=weights.flip(0)))):
         torch.manual_seed(0)
         plain = kind(count)
         example = tuple(batch(0).values())

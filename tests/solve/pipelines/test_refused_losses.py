@@ -47,3 +47,10 @@ def test_a_loss_among_parts_is_named_as_an_output() -> None:
     with pytest.raises(AutoparError, match=r'ask for outputs=\("0:loss",\)'):
         plan_of(Parts(), "pp=2")
     assert plan_of(Parts(), "pp=2", outputs=("0:loss",)).candidate.pipeline.stages == 2
+
+
+def test_the_operation_that_reads_the_whole_batch_is_named() -> None:
+    model = nn.Linear(6, 4)
+    example = (torch.randn(8, 6), torch.arange(8) % 4)
+    with pytest.raises(AutoparError, match=r"needs aten\.linear .*, which aten\.multi_margin_loss reads, of the whole batch"):
+        autopar.plan(model, "local:2", example, force="dp=2,micro=2", loss_fn=nn.MultiMarginLoss())

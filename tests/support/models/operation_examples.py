@@ -20,6 +20,8 @@ class TensorSpec:
     dtype: str = "float64"
     high: int = 0
     within: tuple[float, float] | None = None
+    constant: bool = False
+    """Whether it has no gradient, as an operation asks for."""
 
     def make(self) -> torch.Tensor:
         if self.dtype == "bool":
@@ -42,6 +44,10 @@ def u(*shape: int) -> TensorSpec:
     return TensorSpec(shape, within=(0.1, 0.9))
 
 
+def c(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, within=(0.5, 3.0), constant=True)
+
+
 def i(high: int, *shape: int) -> TensorSpec:
     return TensorSpec(shape, "int64", high)
 
@@ -53,16 +59,17 @@ def m(*shape: int) -> TensorSpec:
 def build(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Block, dict[str, torch.Tensor]]:
     """A block of one node, and values for its inputs."""
     tensors: dict[str, torch.Tensor] = {}
+    leaves: dict[str, torch.Tensor] = {}
 
     def place(arg: Any) -> Arg:
         if isinstance(arg, TensorSpec):
             name = f"x{len(tensors)}"
-            tensors[name] = arg.make()
+            tensors[name] = x = arg.make()
+            leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not arg.constant)
             return Ref(name)
         return tuple(map(place, arg)) if isinstance(arg, tuple) else arg
 
     placed, named = tuple(map(place, args)), tuple((name, place(arg)) for name, arg in kwargs.items())
-    leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
     results = run_node(Node(op, placed, named, ()), leaves, 8)
 
     def value(name: str, x: torch.Tensor) -> Value:
@@ -72,6 +79,11 @@ def build(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Block
     inputs = tuple(value(name, x) for name, x in leaves.items())
     node = Node(op, placed, named, outputs)
     return Block("Case", inputs, (), (node,), tuple(item.name for item in outputs)), tensors
+
+
+def constants(block: Block) -> frozenset[str]:
+    """The inputs that have no gradient."""
+    return frozenset(value.name for value in block.inputs if not value.differentiable)
 
 
 UNARY = """abs asinh atan ceil clone cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh
@@ -189,7 +201,9 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
             yield f"aten.{op}", (u(4, 8), u(4, 8), *more, reduction), {}
     yield "aten.kl_div", (t(4, 8), u(4, 8), 2), {}
     yield "aten.binary_cross_entropy_with_logits", (t(4, 8), u(4, 8), None, None, 2), {}
-    yield "aten.binary_cross_entropy_with_logits", (t(4, 8), u(4, 8), None, i(3, 8), 2), {}
+    for weights in ((None, c(8)), (c(8), c(4, 1)), (c(4, 8), None)):
+        yield "aten.binary_cross_entropy_with_logits", (t(4, 8), u(4, 8), *weights, 2), {}
+    yield "aten.binary_cross_entropy", (u(4, 8), u(4, 8), c(4, 1), 2), {}
     q, k = (4, 8, 6, 4), (4, 8, 10, 4)
     yield "aten.scaled_dot_product_attention", (t(*q), t(*k), t(*k)), {}
     yield "aten.scaled_dot_product_attention", (t(4, 8, 4), t(4, 12, 4), t(4, 12, 8)), {}

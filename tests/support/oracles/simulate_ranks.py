@@ -3,7 +3,7 @@ what placements mean, forward and backward; nothing here uses the code under tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -297,17 +297,21 @@ def run_ranks(
 
 def assert_sharded_equals_whole(
     node: Node, tensors: Mapping[str, Tensor], operands: Sequence[Placements], results: Sequence[Placements],
-    sizes: Sequence[int], function: str = "", function_axis: int = 0, batch: int = 8,
+    sizes: Sequence[int], function: str = "", function_axis: int = 0, batch: int = 8, constants: Container[str] = (),
 ) -> None:  # fmt: skip
     """Asserts that the node on shards equals the node on whole tensors, forward and gradients.
 
-    The same value as two operands is treated as two values. A gradient is seeded into differentiable outputs only.
+    The same value as two operands is treated as two values; those in `constants` have no gradient. A gradient is seeded into
+    differentiable outputs only.
     """
     names = list(node.operands())
     tolerance = 1e-5 if any(x.dtype is torch.float32 for x in tensors.values()) else 1e-9
     leaves = {f"{name}#{i}": tensors[name].clone() for i, name in enumerate(names)}
     node = rename(node)
-    floating = {name for name, x in leaves.items() if x.is_floating_point() and not node.no_grad}
+    floating = {
+        leaf for (leaf, x), name in zip(leaves.items(), names, strict=True)
+        if x.is_floating_point() and not node.no_grad and name not in constants
+    }  # fmt: skip
     for name in floating:
         leaves[name].requires_grad_()
     whole = run_node(node, leaves, batch)
