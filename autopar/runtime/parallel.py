@@ -46,7 +46,6 @@ from .step.inputs import LocalBatch, arguments_by_name
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
 from .step.step_graph import step_graph
-from .tensors.random_draws import draw_for_stage
 from .variants import MakeVariant, Variant, Variants
 
 
@@ -112,7 +111,6 @@ class Parallel(ShardedModule):
         offload_as_planned(self, state.parameters.values(), mesh.device, mesh.host_memory, program.offload_optimizer)
         if state.stage is not None:
             state.stage.heartbeat = heartbeat
-            draw_for_stage(state.stage)
         step = _pipeline_step(program, state, memory)
         schedule = step if isinstance(step, PipelineStep) else None
         graph = None if stream is None else step_graph(program, state, stream, schedule)

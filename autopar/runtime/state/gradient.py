@@ -33,7 +33,9 @@ _JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack")
 _NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
 
 _PARAMETER = "parameter "
-"""Begins the name under which `StageNorms` has the norm of a parameter, not of its gradient."""
+"""Begins the name under which `StageNorms` has the norm of a parameter, not of its gradient. That of what is computed of them has
+no name."""
+_STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
 _NORM_OF_ALL = "the norm of all gradients (where a stage has none since a freeze: parallel.clip_grad_norm_(max_norm))"
 
 
@@ -45,6 +47,7 @@ class StageGradients:
         self.mesh, self.holders, self.every_stage_trains = mesh, holders, every_stage_trains
         self.parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()
         self.heartbeat: Heartbeat | None = None
+        _STAGES.add(self)
 
     def __deepcopy__(self, _: Any) -> StageGradients:
         """Itself: a copy of a parameter or of its gradient is one of the same stage."""
@@ -76,9 +79,10 @@ class StageGradients:
                 "gradients: call parallel.clip_grad_norm_(max_norm)"
             )
         if not of_parameters and sorted(names) != sorted(name for name, p in self.parameters.items() if p.grad is not None):
+            some = "what is computed" if "" in names else "some"
             raise RuntimeProblem(
-                "the norm of some of the gradients or parameters of a pipeline, of which a stage has only its own: take that of "
-                "all of parallel.parameters(), or call parallel.clip_grad_norm_(max_norm)"
+                f"the norm of {some} of the gradients or parameters of a pipeline, of which a stage has only its own: take that "
+                "of all of parallel.parameters(), or of their gradients as they are, or call parallel.clip_grad_norm_(max_norm)"
             )
         names = tuple(name.removeprefix(_PARAMETER) for name in names)
         first = torch.tensor([self.holders[name][0] == self.mesh.pp.coordinate for name in names], device=norms.device)
@@ -133,8 +137,7 @@ class Gradient(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        usual: Any = torch.Tensor.data
-        return usual.__get__(self)  # type: ignore[no-any-return]
+        return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -176,9 +179,10 @@ class StageNorms(torch.Tensor):
             return result
         if word in _JOINS and all(isinstance(each, StageNorms) for each in args[0]):
             return _norms(result, stage, names)
-        if len({name.removeprefix(_PARAMETER) for name in names}) > 1 and result.shape != (len(names),):
+        known = {name.removeprefix(_PARAMETER): name for name in names if name}
+        if len(known) > 1 and result.shape != (len(names),):
             raise _combined(word)
-        return _norms(result, stage, names if result.dim() else names[:1])
+        return _norms(result, stage, names if result.dim() else tuple(known.values())[:1] or names[:1])
 
     def full_tensor(self) -> torch.Tensor:
         """Return itself: scripts for FSDP2 ask the norm of a DTensor for the whole one."""
@@ -237,6 +241,11 @@ def place_of(parameter: torch.Tensor) -> tuple[StageGradients | None, str]:
     """The stage and the name of a canonical parameter; (None, "") of any other tensor."""
     place: tuple[StageGradients | None, str] = getattr(parameter, "autopar_place", (None, ""))
     return place
+
+
+def stages_of(value: DTensor | None = None) -> list[StageGradients]:
+    """Return the stages of pipelines of this process, those on whose mesh `value` is."""
+    return [stage for stage in _STAGES if value is None or stage.mesh.state_mesh == value.device_mesh]
 
 
 def stand_in(device: torch.device, stage: StageGradients | None) -> nn.Parameter:
@@ -306,11 +315,16 @@ def _list_norms(tensors: Sequence[DTensor], ord: float = 2.0, dtype: torch.dtype
     return [stage_norm(norm.to(local_of(part).dtype), each) for norm, part, each in norms]  # .dtype would ask here again
 
 
-def stage_norm(norm: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The norm of a value: one that asks all stages where it is combined with others, if `value` is a parameter of a pipeline or
-    its gradient."""
-    stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
-    return norm if stage is None else _norms(norm, stage, (name if isinstance(value, Gradient) else f"{_PARAMETER}{name}",))
+def stage_norm(norm: torch.Tensor, value: DTensor) -> torch.Tensor:
+    """The norm of a value: one that asks all stages where it is combined with others, if `value` is a parameter of a pipeline,
+    its gradient, or computed of them."""
+    if isinstance(value, Gradient):
+        return norm if value.stage is None else _norms(norm, value.stage, (value.parameter_name,))
+    stage, name = place_of(value)
+    if stage is not None:
+        return _norms(norm, stage, (f"{_PARAMETER}{name}",))
+    stage = next(iter(stages_of(value)), None)
+    return norm if stage is None else _norms(norm, stage, ("",))
 
 
 def flat(values: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ stream of its own (`device.rng`), from the model's seed, and generators stay whe
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -28,24 +27,12 @@ from ..compat.dtensor import gathered, local_of, own_part, random_operations, re
 from ..compat.hooks import replaced, shard_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
-from ..state.gradient import StageGradients
+from ..state.gradient import stages_of
 
 _OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_", "eye_", "dirac_")
 """Functions of `nn.init` with operations that DTensor lacks (in-place transposition, writes by index, `out=`), or that draw into
 further tensors."""
 _DRAW = "a random draw for a sharded tensor"
-_STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
-
-
-def draw_for_stage(stage: StageGradients) -> None:
-    """Random numbers for the parameters of a stage come from streams of their own, as long as `stage` lives."""
-    _STAGES.add(stage)
-
-
-def stages_in_use() -> list[StageGradients]:
-    """The stages of pipelines of this process."""
-    return list(_STAGES)
-
 
 def draw_whole_tensors() -> ExitStack:
     """Teach DTensor all random operations, and `nn.init` those of whole matrices, until the stack is closed."""
@@ -159,8 +146,9 @@ def _groups(value: DTensor) -> list[dist.ProcessGroup]:
 
 
 def _stream_key(value: DTensor) -> int | None:
-    """The stream of a tensor on a stage of a pipeline; None of any other. RuntimeProblem where stages may need equal numbers."""
-    stages = [stage for stage in stages_in_use() if stage.mesh.state_mesh == value.device_mesh]
+    """The stream of a tensor on a stage of a pipeline, each of which draws its own; None of any other. RuntimeProblem where
+    stages may need equal numbers."""
+    stages = stages_of(value)
     if not stages:
         return None
     stage = next((each for each in stages if each.name_of(value)), stages[0])

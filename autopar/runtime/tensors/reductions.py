@@ -53,7 +53,8 @@ def _norm(op: Any, args: Any, kwargs: Any) -> Any:
     """Reduce to a norm, which is a stage's where it is a number: a differentiable one is a penalty, and goes into the loss."""
     norm = _reduce(op, args, kwargs)
     number = local_of(norm)
-    of_stage = number if number.dim() or torch.is_grad_enabled() else stage_norm(number, args[0])
+    penalty = torch.is_grad_enabled() and args[0].requires_grad
+    of_stage = number if number.dim() or penalty else stage_norm(number, args[0])
     return norm if of_stage is number else of_stage
 
 

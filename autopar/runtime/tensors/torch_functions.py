@@ -19,9 +19,8 @@ from ..compat.autograd import apply, graph_of
 from ..compat.dtensor import collective_operations, whole
 from ..compat.hooks import replaced, shard_operations
 from ..errors import RuntimeProblem, StateError
-from ..state.gradient import place_of, stand_in
+from ..state.gradient import place_of, stages_of, stand_in
 from ..state.materialize import State
-from .random_draws import stages_in_use
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
@@ -104,7 +103,7 @@ def allow_empty_optimizers() -> AbstractContextManager[None]:
     def init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
         if not isinstance(params, (torch.Tensor, dict)):
             params = list(params)
-            stages = stages_in_use()
+            stages = stages_of()
             if not params and stages:
                 params = [stand_in(stages[0].mesh.device, stages[0])]
         usual(self, params, defaults)

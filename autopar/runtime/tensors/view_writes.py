@@ -37,6 +37,9 @@ _VIEWS = (
     *("select", "slice", "view", "unsqueeze", "squeeze", "t", "transpose", "permute", "split", "split_with_sizes", "diagonal"),
     *("unfold", "expand", "alias", "detach", "_unsafe_view", "unbind"),
 )
+_SAME = ("aten::detach", "aten::alias")
+"""Of ``x.detach()`` and ``x.data``: all of the tensor, of which is known what is known of it."""
+_MARKS = ("autopar_place", "autopar_order")
 Operation = Callable[[Any, Any, Any], Any]
 
 
@@ -79,6 +82,8 @@ def _make_view(aliases_of: WeakIdKeyDictionary, op: Any, args: Any, kwargs: Any)
             raise
         results = on_whole_tensors(op, args, kwargs)
     source = args[0]
+    if op._schema.name in _SAME and isinstance(results, DTensor):
+        results.__dict__.update((name, source.__dict__[name]) for name in _MARKS if name in source.__dict__)
     aliases = source.__dict__.get("autopar_aliases", aliases_of.get(source))
     for position, view in enumerate(results) if isinstance(results, (list, tuple)) else ((None, results),):
         if isinstance(view, DTensor) and ("autopar_view" in source.__dict__ or _is_copy(view, source)):

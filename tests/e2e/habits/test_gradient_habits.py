@@ -156,7 +156,8 @@ def clip_grad_norm(plan: str) -> None:
         lambda model: torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1, norm_type=1.0),
         by_hand,
         lambda model: torch.nn.utils.get_total_norm([p for p in model.parameters() if p.grad is not None]),
-        lambda model: torch.nn.utils.get_total_norm([p for p in model.parameters() if p.grad is not None], foreach=False),
+        lambda model: torch.nn.utils.get_total_norm([p.data for p in model.parameters() if p.grad is not None], foreach=False),
+        lambda model: torch.stack([p.detach().norm() for p in model.parameters() if p.grad is not None]).norm(),
     ):
         parallel.load_state_dict(start)
         assert not (wrong := different_numbers("clip", clipped(parallel, clip), clipped(net(), clip), 1e-9)), wrong

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from support.harness.rank_pool import RankPool
+from support.models.habit_model import batch, net
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
+import autopar
+from autopar.runtime.errors import RuntimeProblem
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.state.gradient import as_gradient
 
@@ -106,3 +110,33 @@ def collectives_of_a_clip() -> int:
 
 def test_one_all_reduce_for_each_axis(ranks: RankPool) -> None:
     assert ranks.run(collectives_of_a_clip, world=4) == [8] * 4  # of two axes, for each of two dtypes, twice
+
+
+def norms_of_stages() -> None:
+    """On a rank: a stage has the parameters of its own layers."""
+    parallel = autopar.parallelize(net(), "local:2", batch(0), force="pp=2", cache=False)
+    parallel(**batch(0)).backward()
+    parameters = list(parallel.parameters())
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    plain = net()
+    plain(**batch(0)).backward()
+    used = [each for each in plain.parameters() if each.grad is not None]  # a stage has those that the program reads
+    expected, of_gradients = nn.utils.get_total_norm(used), nn.utils.get_total_norm([each.grad for each in used])
+    for read in (lambda each: each.data, lambda each: each.detach()):
+        values = [read(each) for each in parameters if not each.is_meta]
+        torch.testing.assert_close(torch.stack([each.norm() for each in values]).norm().item(), expected.item())
+        torch.testing.assert_close(nn.utils.get_total_norm(values).item(), expected.item())
+        values = [read(each) for each in gradients]
+        torch.testing.assert_close(torch.stack([each.norm() for each in values]).norm().item(), of_gradients.item())
+        torch.testing.assert_close(nn.utils.get_total_norm(values).item(), of_gradients.item())
+    for copied in ([each.clone() for each in gradients], [each * 0.5 for each in gradients], torch._foreach_mul(gradients, 2.0)):
+        for total in (nn.utils.get_total_norm, lambda values: torch.stack([each.norm() for each in values]).norm()):
+            with pytest.raises(RuntimeProblem, match=r"norm of what is computed of .* parallel.clip_grad_norm_"):
+                total(copied)
+    for each in gradients:  # of one parameter at a time: any combination is right
+        ratio = each.norm() / (each.clone().norm() + (each * 0.5).norm())
+        assert ratio.item() == pytest.approx(1 / 1.5)
+
+
+def test_norms_of_stages(ranks: RankPool) -> None:
+    ranks.run(norms_of_stages, world=2)
