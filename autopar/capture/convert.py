@@ -33,8 +33,8 @@ from autopar.capture.tracing.places import (
 )
 from autopar.capture.tracing.trace import Traced
 from autopar.errors import CaptureError
-from autopar.ir.dims import BATCH, Dim, Shape, as_dim, as_sympy
-from autopar.ir.graph import Arg, DType, Node, Ref, Value, size_argument
+from autopar.ir.dims import BATCH, Dim, Shape, as_dim, parse_size
+from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value, size_argument
 from autopar.operations.factories import STRIDED
 from autopar.operations.views import COMPLEX_VIEW, SLICE, SPLIT
 
@@ -176,9 +176,21 @@ class _Converter:
     def dim(self, size: Any) -> Dim:
         if isinstance(size, int):
             return size
-        return self.in_batch(size)
+        return as_dim(self.in_batch(size))
 
-    def in_batch(self, size: Any) -> Dim:
+    def real(self, number: torch.SymFloat) -> Arg:
+        """A float that is computed of sizes."""
+        found = self.in_batch(number)
+        if found.is_number:  # of lengths
+            return float(found)
+        text = str(sympy.expand(found))
+        try:
+            parse_size(text)
+        except ValueError as error:
+            raise BatchIsDivided(str(error)) from None
+        return Symbol(text, real=True)
+
+    def in_batch(self, size: Any) -> sympy.Expr:
         """A symbolic size as an expression in B. CaptureError where it depends on the data of a tensor."""
         where = source_place(self.current) if self.current is not None else ""
         if free_unbacked_symbols(size):
@@ -191,7 +203,7 @@ class _Converter:
             raise BatchIsDivided(
                 f"{where or 'the model'}: the size {found} is no polynomial in the batch B; use sizes that the batch multiplies"
             )
-        return as_dim(found)
+        return found
 
     def new_value(self, name: str, tensor: torch.Tensor, differentiable: bool = False) -> Value:
         shape: Shape = tuple(self.dim(size) for size in tensor.shape)
@@ -211,10 +223,7 @@ class _Converter:
                 raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
             arg = size
         if isinstance(arg, torch.SymFloat):
-            text = self.in_batch(arg)
-            if isinstance(text, str) and BATCH not in text:  # a quotient of lengths
-                return float(as_sympy(text))
-            return size_argument(text)
+            return self.real(arg)
         if isinstance(arg, (list, tuple)):
             return tuple(self.arg(item) for item in arg)
         if isinstance(arg, torch.dtype):

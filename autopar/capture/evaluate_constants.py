@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autopar.capture.flat import FlatGraph
-from autopar.ir.dims import size_at as size
 from autopar.ir.graph import Arg, DType, Node, Ref, Symbol
 from autopar.operations.factories import CONSTANT
 from autopar.runtime.ops.functions import unpacked
@@ -69,7 +68,7 @@ def concrete(arg: Arg, tensors: dict[str, Any], batch: int) -> Any:
     if isinstance(arg, Ref):
         return tensors[arg.name]
     if isinstance(arg, Symbol):
-        return size(arg.dim, batch)
+        return arg.at(batch)
     if isinstance(arg, DType):
         return getattr(torch, arg.name)
     if isinstance(arg, tuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -25,7 +25,7 @@ from autopar.operations.table import operation, operations
 def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     """The graph of `flat` with equal layers folded."""
     layers = layer_lists(model) | called_repeatedly(model, flat.nodes)
-    flat = replace(flat, nodes=with_late_constants(flat.nodes, layers))
+    flat = replace(flat, nodes=with_late_inputs(flat, layers))
     blocks: dict[str, Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
@@ -67,22 +67,38 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     return replace(graph, fingerprint=graph_fingerprint(graph))
 
 
-def with_late_constants(nodes: Sequence[Node], layers: Collection[str]) -> tuple[Node, ...]:
-    """Move constants that are read after the last layer alone (weights of classes) to where they are read: the block of the loss
-    has them then, where each micro-batch and the last stage of a pipeline ask for them."""
+def with_late_inputs(flat: FlatGraph, layers: Collection[str]) -> tuple[Node, ...]:
+    """Move what inputs and constants alone determine and what is read after the last layer alone (``ids[:, 1:]``, weights of
+    classes) to where it is read: the block of the loss computes it then, of each micro-batch, on the last stage of a pipeline."""
+    nodes = flat.nodes
     paths = [without_marks(node.module) for node in nodes]
     inside = [at for at, path in enumerate(paths) if any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
-    early = {name for node in nodes[: max(inside, default=-1) + 1] for name in node.operands()}
+    last = max(inside, default=-1)
+    known = {value.name for value in flat.inputs}
+    for node in nodes[: last + 1]:
+        alone = known.issuperset(node.operands()) and not node.module and not draws_masks(node)
+        if alone and len(node.outputs) == 1 and not node.outputs[0].differentiable:
+            known.add(node.outputs[0].name)
     waiting: dict[str, Node] = {}
-    out: list[Node] = []
-    for node in nodes:
-        constant = not node.module and not node.operands() and not draws_masks(node) and len(node.outputs) == 1
-        if constant and node.outputs[0].name not in early:
+    early = set[str]()
+    for node in reversed(nodes[: last + 1]):
+        if node.outputs[0].name in known - early:
             waiting[node.outputs[0].name] = node
-            continue
-        out += [waiting.pop(name) for name in dict.fromkeys(node.operands()) if name in waiting]
+        else:
+            early.update(node.operands())
+    late = {id(node) for node in waiting.values()}
+    out: list[Node] = []
+
+    def add(node: Node) -> None:
+        for name in node.operands():
+            if name in waiting:
+                add(waiting.pop(name))
         out.append(node)
-    return (*out, *waiting.values())
+
+    for node in nodes:
+        if id(node) not in late:
+            add(node)
+    return (*out, *reversed(waiting.values()))
 
 
 def glue_name(index: int, total: int) -> str:

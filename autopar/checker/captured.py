@@ -61,7 +61,7 @@ class CapturedBlock:
         if isinstance(arg, Ref):
             return TensorName(self.names.get(arg.name, arg.name))
         if isinstance(arg, Symbol):
-            return dims.size_at(arg.dim, self.batch)
+            return arg.at(self.batch)
         if isinstance(arg, DType):
             return DTypeName(arg.name)
         return tuple(map(self.argument, arg)) if isinstance(arg, tuple) else arg

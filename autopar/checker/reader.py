@@ -147,7 +147,7 @@ class Reader:
         if isinstance(node, ast.Subscript):  # x.shape[0]
             return self._size(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "float" and len(node.args) == 1:
-            return float(node.args[0].value)  # type: ignore[attr-defined]
+            return float(self.value(node.args[0]))
         raise refuse(node, f"{ast.unparse(node)[:60]} is no argument of a program")
 
     def _number(self, node: ast.expr) -> Any:
@@ -163,6 +163,8 @@ class Reader:
             if left % right:
                 raise refuse(node, f"{ast.unparse(node)} is no whole number at this batch")
             return left // right
+        if kind is ast.Div and right:
+            return left / right
         if kind in (ast.Add, ast.Sub, ast.Mult) or (kind is ast.Pow and 0 <= right < 5):
             return (
                 {ast.Add: left + right, ast.Sub: left - right, ast.Mult: left * right}[kind]

@@ -214,7 +214,7 @@ def _mapped(graph: Graph, of: Callable[[int], int]) -> Graph:
 
     def argument(item: Arg) -> Arg:
         if isinstance(item, Symbol):
-            return Symbol(dim(item.dim))
+            return replace(item, dim=dim(item.dim))
         return of(item) if type(item) is int else item
 
     def value(item: Value) -> Value:

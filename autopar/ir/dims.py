@@ -50,10 +50,19 @@ def size_at(dim: Dim, batch: int) -> int:
     """The size at batch `batch`."""
     if isinstance(dim, int):
         return dim
-    result = parse_size(dim).subs(sympy.Symbol(BATCH, integer=True, positive=True), batch)
+    result = _value_at(dim, batch)
     if not result.is_Integer:
         raise ValueError(f"size {dim} is not a whole number at batch {batch}")
     return int(result)
+
+
+def real_at(dim: Dim, batch: int) -> float:
+    """The float at batch `batch` of an expression that need not be whole there."""
+    return float(_value_at(dim, batch))
+
+
+def _value_at(dim: Dim, batch: int) -> sympy.Expr:
+    return as_sympy(dim).subs(sympy.Symbol(BATCH, integer=True, positive=True), batch)
 
 
 def shape_at(shape: Iterable[Dim], batch: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.dims import Dim, Shape, has_batch
+from autopar.ir.dims import Dim, Shape, has_batch, real_at, size_at
 from autopar.ir.interface import Interface, Output
 from autopar.ir.names import Dtype, Line, Name, Op, Path
 
@@ -21,10 +21,15 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """An argument that is a size depending on the batch (see `dims`). `whole`: in the program of a rank with an uneven shard of
-    the batch, a number in terms of the whole batch."""
+    the batch, a number in terms of the whole batch. `real`: no size but a float computed of one (``1 / len(x)``)."""
 
     dim: Dim
     whole: bool = False
+    real: bool = False
+
+    def at(self, batch: int) -> int | float:
+        """Return the number at batch `batch`."""
+        return real_at(self.dim, batch) if self.real else size_at(self.dim, batch)
 
 
 @dataclass(frozen=True, slots=True)

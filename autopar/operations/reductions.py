@@ -35,7 +35,7 @@ def reduce_whole_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine:
     """Reductions whose reduced dimension is never sharded: ``mean.dim amax amin var argmax prod max.dim``."""
     if len(shapes) > 1:  # aten.max.other
         return elementwise_rule(node, shapes)
-    position = 2 if node.op.startswith("aten.linalg_vector_norm") else 1
+    position = 2 if node.op.startswith(("aten.linalg_vector_norm", "aten.norm")) else 1
     return _reduced(node, shapes, dims_argument(node, position, "dim", len(shapes[0])), "!")
 
 
@@ -100,7 +100,7 @@ OPERATIONS = (
         functions=(NamedFunction("v", "ap.logsumexp_sharded", Invariant(), logsumexp_collectives, applies=_reduces_last),),
     ),
     *several(Operation("aten", reduce_whole_rule), "prod linalg_vector_norm"),
-    Operation("aten.norm", spelling=method),
+    Operation("aten.norm", reduce_whole_rule, spelling=method),
     *several(Operation("aten", along_rule, transcendental=True, spelling=method), "softmax log_softmax"),
     Operation("aten._softmax", along_rule, spelling=softmax),
     Operation("aten._log_softmax", along_rule, spelling=softmax),

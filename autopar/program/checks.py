@@ -30,7 +30,7 @@ USED = RESERVED - set(dir(builtins)) | {"super", "zip", "range"}
 """Names that the text of a program reads. Inputs keep the user's names, which may be those of other builtins (``input``)."""
 TORCH_ONLY = frozenset(("prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "profiler", "inductor"))
 """Namespaces of torch that no captured model has."""
-_SIZE = re.compile(r"(?:B|B_all|\d+|//|\*\*|[-+* ()])+", re.ASCII)
+_SIZE = re.compile(r"(?:B|B_all|\d+|//?|\*\*|[-+* ()])+", re.ASCII)
 _CONVERSION = re.compile(r"[\w(),]+ -> [\w(),]+", re.ASCII)
 _DIVISION = re.compile(r"(?<!/)/(?!/)")
 
@@ -82,12 +82,13 @@ def dtype_source(name: str) -> str:
     return f"torch.{name}"
 
 
-def size_source(dim: Dim) -> str:
-    """A size as Python writes it. Sizes are whole numbers by construction, so a quotient is a floor division."""
-    written = _DIVISION.sub("//", str(dim))
+def size_source(dim: Dim, real: bool = False) -> str:
+    """A size as Python writes it, or a `real` number that is computed of sizes. Sizes are whole numbers by construction, so a
+    quotient is a floor division."""
+    written = str(dim) if real else _DIVISION.sub("//", str(dim))
     if not _SIZE.fullmatch(written):
         refuse(f"{written[:40]!r} is no size")
-    return written
+    return f"float({written})" if real and "/" not in written else written
 
 
 def check_node(node: Node) -> None:

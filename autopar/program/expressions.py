@@ -33,7 +33,7 @@ def argument_source(arg: Arg, names: Names) -> str:
     if isinstance(arg, Ref):
         return names(arg.name)
     if isinstance(arg, Symbol):
-        written = size_source(arg.dim).replace("*", " * ").replace(" *  * ", "**")
+        written = size_source(arg.dim, arg.real).replace("*", " * ").replace(" *  * ", "**")
         return written.replace(BATCH, WHOLE_BATCH) if arg.whole else written
     if isinstance(arg, DType):
         return dtype_source(arg.name)

@@ -83,7 +83,7 @@ def scale_batch(dim: Dim, data_size: int) -> Dim:
 
 
 def _whole(arg: Arg, data_size: int) -> Arg:
-    return size_argument(scale_batch(arg.dim, data_size)) if isinstance(arg, Symbol) else arg
+    return replace(arg, dim=scale_batch(arg.dim, data_size)) if isinstance(arg, Symbol) else arg
 
 
 def _dim(arg: Arg) -> Dim:

@@ -123,7 +123,7 @@ def _concrete(arg: Arg, tensors: Any) -> Any:
         case Ref():
             return next(tensors)
         case Symbol():
-            return dims.size_at(arg.dim, SAMPLE_BATCH)
+            return arg.at(SAMPLE_BATCH)
         case DType():
             return getattr(torch, arg.name)
         case tuple():

@@ -181,7 +181,7 @@ ROWS: Rows = {
     **aten("to _to_copy", _linear_pointwise(_cast)),
     "aten.sum": reduction("sum", linear=True),
     "aten.mean": reduction("", linear=True),
-    **aten("var std argmax argmin any all logsumexp prod linalg_vector_norm amax amin", reduction("")),
+    **aten("var std argmax argmin any all logsumexp prod linalg_vector_norm norm amax amin", reduction("")),
     **dict.fromkeys(("aten.max", "aten.min"), max_or_min),
     **aten("softmax log_softmax topk sort argsort cumprod", along()),
     "aten.cumsum": along(linear=True),

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -44,11 +44,12 @@ def file_type(cls: Any) -> Any:
 
 
 def encode_arg(arg: Arg) -> Any:
-    """One argument as JSON. What JSON lacks is an object of one key: ref, size, dtype, float (inf, nan), int (over 64 bits)."""
+    """One argument as JSON. What JSON lacks is an object of one key: ref, size, real (a float computed of sizes), dtype, float
+    (inf, nan), int (over 64 bits)."""
     if isinstance(arg, Ref):
         return {"ref": arg.name}
     if isinstance(arg, Symbol):
-        return {"size": arg.dim}
+        return {"real" if arg.real else "size": arg.dim}
     if isinstance(arg, DType):
         return {"dtype": arg.name}
     if isinstance(arg, tuple):
@@ -70,10 +71,12 @@ def decode_arg(data: Any) -> Arg:
         ((key, value),) = data.items()
         if key in _TAGS and isinstance(value, str if key in ("ref", "dtype") else str | int):
             return _TAGS[key](value)
-    raise ValueError(f"{str(data)[:80]} is not an argument; write {{ref}}, {{size}}, {{dtype}}, {{float}} or {{int}}")
+    raise ValueError(f"{str(data)[:80]} is not an argument; write {{ref}}, {{size}}, {{real}}, {{dtype}}, {{float}} or {{int}}")
 
 
-_TAGS: Mapping[str, Callable[[Any], Arg]] = {"ref": Ref, "size": Symbol, "dtype": DType, "float": float, "int": int}
+_TAGS: Mapping[str, Callable[[Any], Arg]] = {
+    "ref": Ref, "size": Symbol, "real": partial(Symbol, real=True), "dtype": DType, "float": float, "int": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import sympy
+
 from autopar.errors import PlanError
 from autopar.ir.dims import parse_size
 from autopar.ir.graph import Block, Call, DType, Graph, Node, Ref, Symbol, Value, leaves
@@ -90,7 +92,9 @@ def _verify_arguments(node: Node) -> None:
         elif isinstance(arg, str):
             _fit(LINE, "one line", [arg])
         elif isinstance(arg, Symbol) and isinstance(arg.dim, str):
-            parse_size(arg.dim)
+            _, divisor = sympy.fraction(sympy.together(parse_size(arg.dim)))
+            if divisor.free_symbols and not arg.real:
+                raise ValueError(f"{arg.dim} is no size")
 
 
 def _verify_shape(value: Value) -> None:

@@ -56,7 +56,7 @@ def infix(symbol: str) -> Spelling:
         if len(call.args) < 2 or set(call.kwargs) - {"alpha"} or (scale != "1" and symbol not in "+-"):
             return None
         a, b = (operand(text) for text in call.args[:2])
-        return f"{a} {symbol} {b}" if scale == "1" else f"{a} {symbol} {scale} * {b}"
+        return f"{a} {symbol} {b}" if scale == "1" else f"{a} {symbol} {operand(scale)} * {b}"
 
     return write
 

@@ -96,6 +96,16 @@ class Scores(Layers):
         return self.scores(x)
 
 
+class Masked(Layers):
+    """Labels and their mask are computed before the layers, and read after them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        labels = y.clamp(max=3)
+        mask = (labels != 2).to(x.dtype)
+        losses = nn.functional.cross_entropy(self.scores(x), labels, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
 class EachClass(nn.BCEWithLogitsLoss):
     def forward(self, scores: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(scores, nn.functional.one_hot(y, 5).float())
@@ -105,7 +115,8 @@ def constant_weights(degrees: str, count: int) -> None:
     """On a rank."""
     weights = torch.tensor([0.3, 2.0, 1.0, 0.7, 4.0])
     outside = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)
-    for kind, loss_fn in ((Layers, None), (Scores, outside), (Scores, EachClass(weights, pos_weight=weights.flip(0)))):
+    each_class = EachClass(weights, pos_weight=weights.flip(0))
+    for kind, loss_fn in ((Layers, None), (Masked, None), (Scores, outside), (Scores, each_class)):
         torch.manual_seed(0)
         plain = kind(count)
         example = tuple(batch(0).values())

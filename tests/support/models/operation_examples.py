@@ -348,6 +348,7 @@ def _reductions() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         yield f"aten.{op}", (t(4, 8, 12), 1), {}
     yield "aten.prod.dim_int", (t(4, 8, 4), -1), {}
     yield "aten.linalg_vector_norm", (t(4, 8, 12), 2, (-1,), True), {}
+    yield "aten.norm.ScalarOpt_dim", (t(4, 8, 12), 3.0, (1,)), {}  # torch.pairwise_distance
     yield "aten.cumsum", (t(4, 8, 12), 1), {}
     yield "aten.cumsum", (i(5, 4, 8), -1), {}
     yield "aten.cumprod", (t(4, 8), 1), {}

@@ -149,7 +149,7 @@ def argument(arg: Any, tensors: Mapping[str, Tensor], batch: int) -> Any:
     if isinstance(arg, Ref):
         return tensors[arg.name]
     if isinstance(arg, Symbol):
-        return size_at(arg.dim, batch)
+        return arg.at(batch)
     if isinstance(arg, DType):
         return getattr(torch, arg.name)
     if isinstance(arg, tuple):

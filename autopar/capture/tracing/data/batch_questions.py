@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
 
@@ -38,9 +39,17 @@ class Question(NamedTuple):
 
 @contextmanager
 def batch_questions() -> Iterator[list[Question]]:
-    """While active, yields what is asked of sizes that are symbols, in code that is not torch's."""
+    """While active, yields what is asked of sizes that are symbols, in code that is not torch's; and what floats of them were
+    where an operation takes numbers alone (``F.layer_norm(x, shape, eps=1 / x.shape[0])``)."""
     usual: Any = torch.SymBool.__bool__
+    number: Any = SymNode.guard_float
     found: list[Question] = []
+
+    def take(node: Any, *where: Any) -> float:
+        value: float = number(node, *where)
+        if node.expr.free_symbols:
+            found.append(Question(sympy.Eq(node.expr, value), True))
+        return value
 
     def ask(condition: Any) -> bool:
         answer: bool = usual(condition)
@@ -48,7 +57,7 @@ def batch_questions() -> Iterator[list[Question]]:
             found.append(Question(condition.node.expr, answer))
         return answer
 
-    with replaced(torch.SymBool, "__bool__", ask):
+    with replaced(torch.SymBool, "__bool__", ask), replaced(SymNode, "guard_float", take):
         yield found
 
 
