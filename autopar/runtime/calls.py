@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.agreement import Stated, refused_together, require_agreement, stated_step
+from .comm.agreement import refused_together, require_agreement, stated_step
 from .compat.autograd import in_backward, outside_of_checkpoint
 from .device.autocast import autocast_of, under_autocast
 from .device.rng import seed_stream
@@ -183,43 +183,24 @@ class Calls:
         first = args[0] if len(args) == 1 else None
         local, checked = isinstance(first, LocalBatch), is_checked(self.number, self.check_batch_every)
         self.number += 1
-        bound: dict[str, torch.Tensor] | None = None
-        stated: dict[str, Stated] = {}
-        comparing = None if self.compared else self.heartbeat
-
-        def bind() -> dict[str, torch.Tensor]:
-            nonlocal bound
-            if isinstance(first, NamedBatch):
-                whole = bind_named_batch(program, first)
-            else:
-                whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
-            inputs = plain_inputs(whole) if local else local_inputs(program, whole)
-            if self.variants is None:
-                check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
-            if comparing is not None:
-                stated.update(stated_step(self.program.mesh, self.program_digest, whole, own_part=local))
-            bound = whole
-            return inputs
-
-        if comparing is not None:
-            describe, words = self.program.mesh.describe, " was given another batch than this rank"
-            with comparing.watching(lambda: "comparing the ranks"):
-                with refused_together(describe, problem=BatchError, words=words):
-                    inputs = bind()
-                require_agreement(stated, describe)
-            self.compared = True
-        else:
-            try:
-                inputs = bind()
-            except BatchError:
-                if checked:
-                    with self.watch("the comparison of batches"):
-                        check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)
-                raise
+        comparing = self.heartbeat is not None and not self.compared
+        asked, mesh, words = comparing or checked, self.program.mesh, " was given another batch than this rank"
+        with self.watch("comparing the ranks") if asked else contextlib.nullcontext():
+            with refused_together(mesh.describe, asked=asked, problem=BatchError, words=words):
+                if isinstance(first, NamedBatch):
+                    whole = bind_named_batch(program, first)
+                else:
+                    whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+                inputs = plain_inputs(whole) if local else local_inputs(program, whole)
+                if self.variants is None:
+                    check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
+            if comparing:
+                require_agreement(stated_step(mesh, self.program_digest, whole, own_part=local), mesh.describe)
+                self.compared = True
         if checked:
             with self.watch("the comparison of batches"):
-                check_same_batch(self.program.mesh, bound, tuple(program.input_placements), local)
-                check_same_gradients(self.program.mesh, self.gradients)
+                check_same_batch(mesh, whole, local)
+                check_same_gradients(mesh, self.gradients)
                 self.gradients.clear()
         return inputs
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..comm.agreement import gather
 from ..comm.peer_watch import is_communication_error
-from ..errors import CheckpointProblem, DamagedCheckpoint, RuntimeProblem, one_line
+from ..errors import CheckpointProblem, DamagedCheckpoint, RuntimeProblem, StateError, one_line
 
 _Value = TypeVar("_Value")
 
@@ -52,8 +52,8 @@ def noted_failure(failures: list[Failed]) -> Iterator[None]:
         failures.append(failure_of(error))
 
 
-def _raise(failed: Failed) -> NoReturn:
-    raise DamagedCheckpoint(failed.text) if failed.damaged else CheckpointProblem(failed.text)
+def _raise(failed: Failed, problem: type[StateError] = CheckpointProblem) -> NoReturn:
+    raise DamagedCheckpoint(failed.text) if failed.damaged else problem(failed.text)
 
 
 class Rounds:
@@ -98,12 +98,12 @@ class Rounds:
         return _raise(value) if isinstance(value, Failed) else value
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise on all ranks, as a CheckpointProblem, what goes wrong on one of them inside."""
+    def together(self, problem: type[StateError] = CheckpointProblem) -> Iterator[None]:
+        """Raise on all ranks, as this problem, what goes wrong on one of them inside."""
         failures: list[Failed] = []
         with noted_failure(failures):
             yield
-        self.raise_first(failures)
+        self.raise_first(failures, problem)
 
     def first_failure(self, values: Iterable[Any]) -> Failed | None:
         """Return the first failure of the values of all ranks, with its rank; a damaged file names itself."""
@@ -112,8 +112,8 @@ class Rounds:
                 return value if value.damaged or self.size == 1 else Failed(f"{self.describe(rank)}: {value.text}")
         return None
 
-    def raise_first(self, failures: Sequence[Failed]) -> None:
-        """Raise a CheckpointProblem on all ranks where one of them has failures."""
+    def raise_first(self, failures: Sequence[Failed], problem: type[StateError] = CheckpointProblem) -> None:
+        """Raise this problem on all ranks where one of them has failures."""
         failed = self.first_failure(self.gather_all(failures[0] if failures else None))
         if failed is not None:
-            _raise(failed)
+            _raise(failed, problem)
