@@ -4,7 +4,6 @@ together."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +79,10 @@ class Calls:
         """Return the result of a call under that ``torch.autocast``."""
         if self.variants is not None:
             self.variants.autocast = autocast
-        with self._refused_together():
+        # a stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all
+        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
+        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
+        with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
             more = self.variants is not None and not self.first.overlaps_steps
             check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
             self.assignments.check_tree()
@@ -124,14 +126,6 @@ class Calls:
         if variant.form is None:
             return plain_result(program, loss, outputs)
         return build_result(variant.form, loss, outputs, lacks=self.variants.lacks if self.variants is not None else Lacks())
-
-    @contextlib.contextmanager
-    def _refused_together(self) -> Iterator[None]:
-        """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
-        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
-        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
-        with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
-            yield
 
     def _equals(self, name: str, value: torch.Tensor) -> bool:
         """Return whether this rank's part of a tensor of the model has this value."""

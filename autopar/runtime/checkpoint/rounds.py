@@ -72,10 +72,6 @@ class Rounds:
         dist.gather_object(value, out, dst=0, group=self.group)
         return out or []
 
-    def gather_all(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        return [value] if self.size == 1 else gather(value, self.group)
-
     def scatter(self, values: Sequence[Any]) -> Any:
         """Return the value of this rank, of those that rank 0 has."""
         if self.size == 1:
@@ -114,6 +110,7 @@ class Rounds:
 
     def raise_first(self, failures: Sequence[Failed], problem: type[StateError] = CheckpointProblem) -> None:
         """Raise this problem on all ranks where one of them has failures."""
-        failed = self.first_failure(self.gather_all(failures[0] if failures else None))
+        own = failures[0] if failures else None
+        failed = self.first_failure([own] if self.size == 1 else gather(own, self.group))
         if failed is not None:
             _raise(failed, problem)

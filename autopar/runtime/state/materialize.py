@@ -221,7 +221,8 @@ def materialize(program: Program, source: WeightSource) -> State:
     entries = builder.first
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
-    stage = _stage_gradients(mesh, index)
+    stages = mesh.pp.size
+    stage = StageGradients(mesh, index.holders, index.every_stage_trains(stages)) if stages > 1 else None
     parameters = {name: builder.canonical[name] for table in own_tables for name in table}
     for name, parameter in parameters.items():
         own(parameter, stage, name)
@@ -242,12 +243,6 @@ def materialize(program: Program, source: WeightSource) -> State:
         stage=stage,
         loss_scale=LossScale(program.precision[0]),
     )
-
-
-def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients | None:
-    if mesh.pp.size == 1:
-        return None
-    return StageGradients(mesh, index.holders, index.every_stage_trains(mesh.pp.size))
 
 
 def _as_stored(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
