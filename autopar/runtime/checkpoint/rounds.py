@@ -3,7 +3,7 @@ all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -101,16 +101,11 @@ class Rounds:
             yield
         self.raise_first(failures, problem)
 
-    def first_failure(self, values: Iterable[Any]) -> Failed | None:
-        """Return the first failure of the values of all ranks, with its rank; a damaged file names itself."""
-        for rank, value in enumerate(values):
-            if isinstance(value, Failed):
-                return value if value.damaged or self.size == 1 else Failed(f"{self.describe(rank)}: {value.text}")
-        return None
-
     def raise_first(self, failures: Sequence[Failed], problem: type[StateError] = CheckpointProblem) -> None:
-        """Raise this problem on all ranks where one of them has failures."""
+        """Raise this problem on all ranks where one of them has failures: the first, with its rank; a damaged file names
+        itself."""
         own = failures[0] if failures else None
-        failed = self.first_failure([own] if self.size == 1 else gather(own, self.group))
-        if failed is not None:
-            _raise(failed, problem)
+        for rank, failed in enumerate([own] if self.size == 1 else gather(own, self.group)):
+            if failed is not None:
+                named = failed.damaged or self.size == 1
+                _raise(failed if named else Failed(f"{self.describe(rank)}: {failed.text}"), problem)
