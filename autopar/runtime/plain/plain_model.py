@@ -52,6 +52,7 @@ class PlainModel:
     def copied(self) -> PlainModel:
         """Return it for another parallel model, whose attributes are its own."""
         out = copy.copy(self)
+        out.extra = dict(self.extra)
         out.frozen = self.frozen.copied(copy.deepcopy(self.skeleton))
         out.skeleton = out.frozen.model
         return out
