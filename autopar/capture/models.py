@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from autopar.files import read_json
+from autopar.model_configs import all_configs
 
 CLASSES = 10
 IMAGE = 16
@@ -38,12 +39,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """A configuration of a Hugging Face model type, or (`build`) a plain module."""
+    """A configuration of a Hugging Face model, of `seq` tokens, or (`build`) a plain module."""
 
     description: str
-    kind: str = ""
-    config: Mapping[str, Any] | None = None
     seq: int = 1024
+    config: Mapping[str, Any] | None = None
     build: Callable[[], nn.Module] | None = None
 
 
@@ -74,80 +74,29 @@ class ConvNet(nn.Module):
         return nn.functional.cross_entropy(self.head(self.features(x).flatten(1)), target)
 
 
-def _gpt2(width: int, layers: int, heads: int, vocabulary: int = 50257, seq: int = 1024) -> dict[str, Any]:
-    return dict(
-        n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-
-
-def _decoder(
-    width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
-) -> dict[str, Any]:
-    return dict(
-        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=seq, tie_word_embeddings=False,
-        bos_token_id=0, eos_token_id=0, pad_token_id=None, **more,
-    )  # fmt: skip
-
-
-def _llama3(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
-    rope = dict(
-        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )  # fmt: skip
-    return _decoder(width, ffn, layers, heads, 8, 128256, 131072, rms_norm_eps=1e-5, rope_parameters=rope)
-
-
-def _mixtral(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
-    experts = dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6))
-    return _decoder(width, ffn, layers, heads, 8, 32768, 65536, rms_norm_eps=1e-5, sliding_window=None, **experts)
-
-
-def _deepseek_v3() -> dict[str, Any]:
-    """arXiv 2412.19437, section 4.2, and the published config.json."""
-    latent = dict(q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
-    experts = dict(
-        n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1, n_group=8, topk_group=4, moe_intermediate_size=2048,
-        first_k_dense_replace=3, norm_topk_prob=True, routed_scaling_factor=2.5,
-    )  # fmt: skip
-    rope = dict(rope_type="default", rope_theta=10000.0)
-    return _decoder(7168, 18432, 61, 128, 128, 129280, 163840, rms_norm_eps=1e-6, rope_parameters=rope, **latent, **experts)
-
-
-def _encoder(width: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return dict(
-        hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more,
-    )  # fmt: skip
-
-
 def bundled_models() -> dict[str, Bundled]:
-    """Every bundled model by name. Sizes are those of the published configurations; dropout is off."""
-    vit = dict(image_size=224, num_labels=1000)
-    tiny = dict(image_size=16, patch_size=4, num_labels=CLASSES)
-    return {
-        "gpt2": Bundled("GPT-2 small, 124 M", "gpt2", _gpt2(768, 12, 12)),
-        "gpt2-xl": Bundled("GPT-2 XL, 1.6 B", "gpt2", _gpt2(1600, 48, 25)),
-        "llama3-8b": Bundled("Llama 3 8B", "llama", _llama3(4096, 14336, 32, 32), 8192),
-        "llama3-70b": Bundled("Llama 3 70B", "llama", _llama3(8192, 28672, 80, 64), 8192),
-        "llama3-405b": Bundled("Llama 3.1 405B", "llama", _llama3(16384, 53248, 126, 128), 8192),
-        "qwen3-8b": Bundled("Qwen3 8B", "qwen3", _decoder(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128), 4096),
-        "mixtral-8x22b": Bundled("Mixtral 8x22B, 141 B", "mixtral", _mixtral(6144, 16384, 56, 48), 4096),
-        "deepseek-v3": Bundled("DeepSeek-V3 without multi-token prediction, 671 B", "deepseek_v3", _deepseek_v3(), 4096),
-        "bert-large": Bundled("BERT large, masked language model", "bert", _encoder(1024, 4096, 24, 16, vocab_size=30522), 512),
-        "vit-huge": Bundled("ViT huge, 14 x 14 patches of 224 x 224", "vit", _encoder(1280, 5120, 32, 16, patch_size=14, **vit)),
+    """Every bundled model by name."""
+    models = {
+        "gpt2": Bundled("GPT-2 small, 124 M"),
+        "gpt2-xl": Bundled("GPT-2 XL, 1.6 B"),
+        "llama3-8b": Bundled("Llama 3 8B", 8192),
+        "llama3-70b": Bundled("Llama 3 70B", 8192),
+        "llama3-405b": Bundled("Llama 3.1 405B", 8192),
+        "qwen3-8b": Bundled("Qwen3 8B", 4096),
+        "mixtral-8x22b": Bundled("Mixtral 8x22B, 141 B", 4096),
+        "deepseek-v3": Bundled("DeepSeek-V3 without multi-token prediction, 671 B", 4096),
+        "bert-large": Bundled("BERT large, masked language model", 512),
+        "vit-huge": Bundled("ViT huge, 14 x 14 patches of 224 x 224"),
         "mlp": Bundled("a small multilayer perceptron", build=Mlp),
         "convnet": Bundled("a small convolutional network with batch norm", build=ConvNet),
-        "gpt2-tiny": Bundled("GPT-2 for tests", "gpt2", _gpt2(64, 2, 4, 128, 64), 16),
-        "llama-tiny": Bundled("Llama for tests", "llama", _decoder(64, 128, 2, 4, 2, 128, 64), 16),
-        "mixtral-tiny": Bundled(
-            "Mixtral for tests", "mixtral", _decoder(64, 128, 2, 4, 2, 128, 64, num_local_experts=4, num_experts_per_tok=2), 16
-        ),
-        "qwen3-tiny": Bundled("Qwen3 for tests", "qwen3", _decoder(64, 128, 2, 4, 2, 128, 64, head_dim=16), 16),
-        "bert-tiny": Bundled("BERT for tests", "bert", _encoder(64, 128, 2, 4, vocab_size=128, max_position_embeddings=64), 16),
-        "vit-tiny": Bundled("ViT for tests", "vit", _encoder(64, 128, 2, 4, **tiny)),
+        "gpt2-tiny": Bundled("GPT-2 for tests", 16),
+        "llama-tiny": Bundled("Llama for tests", 16),
+        "mixtral-tiny": Bundled("Mixtral for tests", 16),
+        "qwen3-tiny": Bundled("Qwen3 for tests", 16),
+        "bert-tiny": Bundled("BERT for tests", 16),
+        "vit-tiny": Bundled("ViT for tests"),
     }
+    return {name: model if model.build else replace(model, config=all_configs()[name]) for name, model in models.items()}
 
 
 def load_model(
@@ -168,7 +117,7 @@ def load_model(
                 plain = entry.build().to(wanted)
             return LoadedModel(plain, _plain_inputs(plain, batch or 8, wanted, device), source)
         assert entry.config is not None
-        return _hugging_face(entry.kind, dict(entry.config), source, batch or 8, seq or entry.seq, wanted, device)
+        return _hugging_face(entry.config, source, batch or 8, seq or entry.seq, wanted, device)
     if source.endswith(".json"):
         return _from_config_file(Path(source), batch or 8, seq, wanted, device)
     if ".py" in source:
@@ -195,14 +144,13 @@ def _integers(shape: tuple[int, ...], high: int, device: str) -> Tensor:
 
 def _from_config_file(path: Path, batch: int, seq: int | None, dtype: torch.dtype, device: str) -> LoadedModel:
     config = read_json(path, CaptureError, "the configuration", MOST_CONFIG_BYTES)
-    kind = config.pop("model_type", None) if isinstance(config, dict) else None
-    if not isinstance(kind, str):
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise CaptureError(f"{path} names no model_type: give the config.json of a Hugging Face model")
     _check_numbers(config, str(path))
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     tokens = longest if isinstance(longest, int) and longest > 0 else 1024
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return _hugging_face(kind, config, name, batch, seq or min(1024, tokens), dtype, device)
+    return _hugging_face(config, name, batch, seq or min(1024, tokens), dtype, device)
 
 
 def _check_numbers(config: Any, where: str) -> None:
@@ -216,17 +164,15 @@ def _check_numbers(config: Any, where: str) -> None:
                 raise CaptureError(f"{where}: {key} is {str(value)[:30]}, more than any model has (at most {most})")
 
 
-def _hugging_face(
-    kind: str, given: dict[str, Any], name: str, batch: int, seq: int, dtype: torch.dtype, device: str
-) -> LoadedModel:
+def _hugging_face(given: Mapping[str, Any], name: str, batch: int, seq: int, dtype: torch.dtype, device: str) -> LoadedModel:
     """A model of a registered type with its loss: causal or masked language model, or image classifier."""
+    kind = given["model_type"]
     try:
         import transformers
     except ImportError:
         raise CaptureError(f"{name} needs transformers: pip install 'autopar[models]'") from None
-    given = _without_loaders(given)
     try:
-        config = transformers.AutoConfig.for_model(kind, **given)
+        config = transformers.AutoConfig.for_model(**_without_loaders(given))
     except Exception as error:  # whatever transformers says of what a file may hold
         raise CaptureError(f"{name}: transformers {transformers.__version__} has no such configuration: {_line(error)}") from None
     config.use_cache = False
@@ -257,7 +203,7 @@ def _hugging_face(
 _LEFT_OUT = ("transformers_version", "architectures", "torch_dtype", "dtype", "auto_map")
 
 
-def _without_loaders(given: dict[str, Any]) -> dict[str, Any]:
+def _without_loaders(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without what says where code comes from: transformers would fetch attention kernels that a file names."""
     return {
         key: _without_loaders(value) if isinstance(value, dict) else value

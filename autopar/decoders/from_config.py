@@ -1,4 +1,4 @@
-"""The decoder that a Hugging Face configuration describes, in sizes, without building or capturing a model; and decoders by name.
+"""The decoder that a Hugging Face configuration describes, in sizes, without building or capturing a model.
 
 A configuration that is not known here in full gives None: then the model is captured, as for any other model. A test compares
 with what `recognize` reads off captured graphs.
@@ -6,10 +6,7 @@ with what `recognize` reads off captured graphs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 from autopar.decoders.decoder import Architecture, Latent
@@ -81,12 +78,3 @@ def _gpt2(config: Mapping[str, Any], seq: int) -> RecognizedDecoder:
         tied=True,
     )
     return RecognizedDecoder(sizes, int(config["n_layer"]))
-
-
-@lru_cache(maxsize=1)
-def named_configs() -> Mapping[str, Mapping[str, Any]]:
-    """Configurations of published models by name (``data/models.json``), beside the bundled ones of `capture.models`: for reading
-    files of other software that name a model."""
-    text = (files("autopar.decoders") / "data" / "models.json").read_text(encoding="utf-8")
-    found: dict[str, Mapping[str, Any]] = json.loads(text)
-    return found

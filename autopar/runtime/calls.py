@@ -4,14 +4,13 @@ together."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .comm.agreement import Stated, refused_together, require_agreement, stated_step
+from .comm.agreement import refused_together, require_agreement, stated_step
 from .compat.autograd import in_backward, outside_of_checkpoint
 from .device.autocast import autocast_of, under_autocast
 from .device.rng import seed_stream
@@ -80,7 +79,10 @@ class Calls:
         """Return the result of a call under that ``torch.autocast``."""
         if self.variants is not None:
             self.variants.autocast = autocast
-        with self._refused_together():
+        # a stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all
+        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
+        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
+        with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
             more = self.variants is not None and not self.first.overlaps_steps
             check_parameters(self.state.parameters, lambda name: more or self.state.specs[name].trainable)
             self.assignments.check_tree()
@@ -124,14 +126,6 @@ class Calls:
         if variant.form is None:
             return plain_result(program, loss, outputs)
         return build_result(variant.form, loss, outputs, lacks=self.variants.lacks if self.variants is not None else Lacks())
-
-    @contextlib.contextmanager
-    def _refused_together(self) -> Iterator[None]:
-        """A stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all."""
-        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
-        asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
-        with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
-            yield
 
     def _equals(self, name: str, value: torch.Tensor) -> bool:
         """Return whether this rank's part of a tensor of the model has this value."""
@@ -183,43 +177,24 @@ class Calls:
         first = args[0] if len(args) == 1 else None
         local, checked = isinstance(first, LocalBatch), is_checked(self.number, self.check_batch_every)
         self.number += 1
-        bound: dict[str, torch.Tensor] | None = None
-        stated: dict[str, Stated] = {}
-        comparing = None if self.compared else self.heartbeat
-
-        def bind() -> dict[str, torch.Tensor]:
-            nonlocal bound
-            if isinstance(first, NamedBatch):
-                whole = bind_named_batch(program, first)
-            else:
-                whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
-            inputs = plain_inputs(whole) if local else local_inputs(program, whole)
-            if self.variants is None:
-                check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
-            if comparing is not None:
-                stated.update(stated_step(self.program.mesh, self.program_digest, whole, own_part=local))
-            bound = whole
-            return inputs
-
-        if comparing is not None:
-            describe, words = self.program.mesh.describe, " was given another batch than this rank"
-            with comparing.watching(lambda: "comparing the ranks"):
-                with refused_together(describe, problem=BatchError, words=words):
-                    inputs = bind()
-                require_agreement(stated, describe)
-            self.compared = True
-        else:
-            try:
-                inputs = bind()
-            except BatchError:
-                if checked:
-                    with self.watch("the comparison of batches"):
-                        check_same_batch(self.program.mesh, None, tuple(program.input_placements), local)
-                raise
+        comparing = self.heartbeat is not None and not self.compared
+        asked, mesh, words = comparing or checked, self.program.mesh, " was given another batch than this rank"
+        with self.watch("comparing the ranks") if asked else contextlib.nullcontext():
+            with refused_together(mesh.describe, asked=asked, problem=BatchError, words=words):
+                if isinstance(first, NamedBatch):
+                    whole = bind_named_batch(program, first)
+                else:
+                    whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
+                inputs = plain_inputs(whole) if local else local_inputs(program, whole)
+                if self.variants is None:
+                    check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
+            if comparing:
+                require_agreement(stated_step(mesh, self.program_digest, whole, own_part=local), mesh.describe)
+                self.compared = True
         if checked:
             with self.watch("the comparison of batches"):
-                check_same_batch(self.program.mesh, bound, tuple(program.input_placements), local)
-                check_same_gradients(self.program.mesh, self.gradients)
+                check_same_batch(mesh, whole, local)
+                check_same_gradients(mesh, self.gradients)
                 self.gradients.clear()
         return inputs
 

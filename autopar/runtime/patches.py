@@ -75,7 +75,7 @@ def _patches() -> ExitStack:
         data_by_values,
         masked_items,
         fused_updates,
-            draw_whole_tensors,
+        draw_whole_tensors,
         reduce_rightly,
         mix_whole_tensors,
         write_through_views,  # calls the handlers above

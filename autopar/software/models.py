@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.decoders.from_config import decoder_of, named_configs
+from autopar.decoders.from_config import decoder_of
 from autopar.decoders.recognize import RecognizedDecoder, recognize
 from autopar.errors import CaptureError
 from autopar.files import read_json
 from autopar.ir.graph import Graph
+from autopar.model_configs import named_configs
 
 _LONG = 100_000
 """Models of so many positions are trained with `_LONG_SEQ` tokens by default, others with `_SEQ`."""

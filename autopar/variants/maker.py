@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar import errors
 from autopar.capture.bind import TARGET
 from autopar.capture.modes import CapturedModes
 from autopar.capture.options import CaptureOptions
@@ -52,18 +51,17 @@ MOST_BYTES = 2**30
 
 def on_first_rank(make: Callable[[], T]) -> T:
     """Return rank 0's result of `make` on every rank; an error there is raised on all of them, so that none waits for ever."""
-    said: list[Any] = [None]
+    made: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            said = [("made", make())]
+            made = [make()]
         except AutoparError as error:
-            said = [(type(error).__name__, str(error))]
+            made = [error]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(said, src=0)
-    kind, found = said[0]
-    if kind != "made":
-        raise getattr(errors, kind, AutoparError)(found)
-    return found  # type: ignore[no-any-return]
+        dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], AutoparError):
+        raise made[0]
+    return made[0]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from support.sources import syntax_nodes, syntax_tree
 
 ROOT = Path(__file__).parents[2]
 ORDER = [
-    *("runtime", "errors", "files", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
+    *("runtime", "errors", "files", "model_configs", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
     *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options"),
     *("plan_inputs", "plan_inference", "planning", "passes"),
     *("program", "variants", "dryrun", "weight_transfer", "given_plan", "joint_plan", "several_models", "api", "tune"),

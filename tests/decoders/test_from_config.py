@@ -8,15 +8,16 @@ import pytest
 from support.plans.forced_plans import bundled_graph
 
 from autopar.capture.models import bundled_models
-from autopar.decoders.from_config import decoder_of, named_configs
+from autopar.decoders.from_config import decoder_of
 from autopar.decoders.recognize import recognize
+from autopar.model_configs import named_configs
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny", "qwen3-tiny", "gpt2-tiny"])
 def test_the_decoder_is_that_of_the_captured_graph(name: str) -> None:
     entry = bundled_models()[name]
     assert entry.config is not None
-    found, seen = decoder_of({**entry.config, "model_type": entry.kind}, entry.seq), recognize(bundled_graph(name))
+    found, seen = decoder_of(entry.config, entry.seq), recognize(bundled_graph(name))
     assert found is not None and seen is not None and found.layers == seen.layers
     assert replace(found.sizes, tied=seen.sizes.tied) == seen.sizes
 
@@ -24,11 +25,6 @@ def test_the_decoder_is_that_of_the_captured_graph(name: str) -> None:
 def test_every_name_is_a_decoder() -> None:
     for name in named_configs():
         assert decoder_of(named_configs()[name], 2048) is not None, name
-    for name, entry in bundled_models().items():
-        if name in named_configs():
-            config, own = named_configs()[name], dict(entry.config or {})
-            same = {key for key in config if key in own}
-            assert len(same) >= 5 and {key: config[key] for key in same} == {key: own[key] for key in same}
 
 
 def test_what_is_no_known_decoder_is_none() -> None:

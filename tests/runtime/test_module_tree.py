@@ -129,6 +129,29 @@ def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:
     assert ranks.run(differences, world=1) == [[]]
 
 
+class Seeing(nn.Linear):
+    """Has an entry of its own in the state dict."""
+
+    seen = 1
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def extra_states() -> list[int]:
+    parallel = parallel_of(nn.Sequential(Seeing(8, 2)), torch.ones(4, 8))
+    other = copy.deepcopy(parallel)
+    other.load_full_state(other.full_state() | {"0._extra_state": {"seen": 7}})
+    return [each.full_state()["0._extra_state"]["seen"] for each in (parallel, other)]
+
+
+def test_a_copy_has_extra_state_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(extra_states, world=1) == [[1, 7]]
+
+
 class Counting(Stack):
     def trained(self) -> int:
         return sum(each.numel() for each in self.parameters() if each.requires_grad)

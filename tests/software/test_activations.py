@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.decoders.from_config import decoder_of, named_configs
+from autopar.decoders.from_config import decoder_of
 from autopar.errors import AutoparError
+from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration
 from autopar.software.jobs import workload_of
 from autopar.software.known.registry import known_software

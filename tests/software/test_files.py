@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.decoders.from_config import decoder_of, named_configs
+from autopar.decoders.from_config import decoder_of
+from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import ConfigError
 from autopar.software.files.formats import read_entries

@@ -3,7 +3,7 @@ all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..comm.agreement import gather
 from ..comm.peer_watch import is_communication_error
-from ..errors import CheckpointProblem, DamagedCheckpoint, RuntimeProblem, one_line
+from ..errors import CheckpointProblem, DamagedCheckpoint, RuntimeProblem, StateError, one_line
 
 _Value = TypeVar("_Value")
 
@@ -52,8 +52,8 @@ def noted_failure(failures: list[Failed]) -> Iterator[None]:
         failures.append(failure_of(error))
 
 
-def _raise(failed: Failed) -> NoReturn:
-    raise DamagedCheckpoint(failed.text) if failed.damaged else CheckpointProblem(failed.text)
+def _raise(failed: Failed, problem: type[StateError] = CheckpointProblem) -> NoReturn:
+    raise DamagedCheckpoint(failed.text) if failed.damaged else problem(failed.text)
 
 
 class Rounds:
@@ -71,10 +71,6 @@ class Rounds:
         out: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, dst=0, group=self.group)
         return out or []
-
-    def gather_all(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        return [value] if self.size == 1 else gather(value, self.group)
 
     def scatter(self, values: Sequence[Any]) -> Any:
         """Return the value of this rank, of those that rank 0 has."""
@@ -98,22 +94,18 @@ class Rounds:
         return _raise(value) if isinstance(value, Failed) else value
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise on all ranks, as a CheckpointProblem, what goes wrong on one of them inside."""
+    def together(self, problem: type[StateError] = CheckpointProblem) -> Iterator[None]:
+        """Raise on all ranks, as this problem, what goes wrong on one of them inside."""
         failures: list[Failed] = []
         with noted_failure(failures):
             yield
-        self.raise_first(failures)
+        self.raise_first(failures, problem)
 
-    def first_failure(self, values: Iterable[Any]) -> Failed | None:
-        """Return the first failure of the values of all ranks, with its rank; a damaged file names itself."""
-        for rank, value in enumerate(values):
-            if isinstance(value, Failed):
-                return value if value.damaged or self.size == 1 else Failed(f"{self.describe(rank)}: {value.text}")
-        return None
-
-    def raise_first(self, failures: Sequence[Failed]) -> None:
-        """Raise a CheckpointProblem on all ranks where one of them has failures."""
-        failed = self.first_failure(self.gather_all(failures[0] if failures else None))
-        if failed is not None:
-            _raise(failed)
+    def raise_first(self, failures: Sequence[Failed], problem: type[StateError] = CheckpointProblem) -> None:
+        """Raise this problem on all ranks where one of them has failures: the first, with its rank; a damaged file names
+        itself."""
+        own = failures[0] if failures else None
+        for rank, failed in enumerate([own] if self.size == 1 else gather(own, self.group)):
+            if failed is not None:
+                named = failed.damaged or self.size == 1
+                _raise(failed if named else Failed(f"{self.describe(rank)}: {failed.text}"), problem)

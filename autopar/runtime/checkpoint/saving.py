@@ -145,7 +145,9 @@ def collect(
     planner.set_up_planner(tensors, is_coordinator=rounds.rank == 0)
     change = (0, 0) if held.mesh is None else held.mesh.seed_change()  # which the next call would follow
     own = generators(held.device), {} if change[0] == SEEDED else seed_stream.before | seed_stream.counts(), change
-    reports = rounds.gather((step, attempt(lambda: _local_plan(planner)), own))
+    with rounds.together():
+        local = _local_plan(planner)
+    reports = rounds.gather((step, local, own))
     first: Any = None
     if rounds.rank == 0:
         pending, seed = (max(each[2][at] for _, _, each in reports) for at in (0, 1))
@@ -176,9 +178,6 @@ def _prepare(
     rounds: Rounds, planner: DefaultSavePlanner, reports: Sequence[Any], folder: Path, step: int, plain: Mapping[str, Any]
 ) -> tuple[Path, list[SavePlan], Metadata, bytes]:
     """Prepare on rank 0: the folder, the plan of each rank, and the objects."""
-    failed = rounds.first_failure(plan for _, plan, _ in reports)
-    if failed is not None:
-        raise CheckpointProblem(failed.text)
     other = next((rank for rank, (number, *_) in enumerate(reports) if number != step), None)
     if other is not None:
         raise CheckpointProblem(
@@ -199,25 +198,18 @@ def write(collected: Collected, rounds: Rounds, *, step: int, axes: Mapping[str,
     then nothing is left of the checkpoint."""
     name = f"rank_{rounds.rank:05d}.safetensors"
     names = [f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}" for item in collected.items]
-    written = attempt(lambda: write_tensors(collected.aside / name, list(zip(names, collected.tensors, strict=True))))
-    if not isinstance(written, Failed):
-        written = (*written, [item.index for item in collected.items])  # type: ignore[assignment]
-    reports = rounds.gather(written)
-    outcome: Path | Failed | None = None
-    if rounds.rank == 0:
-        outcome = rounds.first_failure(reports)
-        if outcome is None:
-            outcome = attempt(lambda: _finish(collected, reports, step, axes, keep))
-        if isinstance(outcome, Failed):
+    try:
+        with rounds.together():
+            entry, starts = write_tensors(collected.aside / name, list(zip(names, collected.tensors, strict=True)))
+        reports = rounds.gather((entry, starts, [item.index for item in collected.items]))
+        return rounds.on_first(lambda: _finish(collected, reports, step, axes, keep))
+    except CheckpointProblem as problem:
+        if rounds.rank == 0:
             folders.discard(collected.aside)
-    outcome = rounds.broadcast(outcome)
-    if not isinstance(outcome, Path):
-        text = outcome.text if outcome is not None else ""
         raise CheckpointProblem(
-            f"cannot write the checkpoint {collected.aside.parent / folders.folder_name(step)}: {text}; those before are as they "
-            "were: make room, or name another folder"
-        )
-    return outcome
+            f"cannot write the checkpoint {collected.aside.parent / folders.folder_name(step)}: {problem}; those before are as "
+            "they were: make room, or name another folder"
+        ) from None
 
 
 def _finish(collected: Collected, reports: Sequence[Any], step: int, axes: Mapping[str, int], keep: int | None) -> Path:

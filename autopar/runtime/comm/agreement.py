@@ -76,12 +76,6 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [each for _, each in out]
 
 
-def equal_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """Return for each of these integers whether all ranks of the groups (of a mesh) have the same, which all must call."""
-    least, most = bounds_on_ranks(numbers, groups)
-    return least == most
-
-
 def bounds_on_ranks(numbers: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the largest of each of these integers on all ranks of the groups (of a mesh), which all must call."""
     bounds = torch.stack([-numbers, numbers])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..compat.hooks import around_optimizer_steps
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked
-from ..state.weight_source import named_tensors
+from ..state.weight_source import Weight, named_tensors, whole_weight
 from .frozen_reads import FrozenReads
 from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
@@ -52,6 +52,7 @@ class PlainModel:
     def copied(self) -> PlainModel:
         """Return it for another parallel model, whose attributes are its own."""
         out = copy.copy(self)
+        out.extra = dict(self.extra)
         out.frozen = self.frozen.copied(copy.deepcopy(self.skeleton))
         out.skeleton = out.frozen.model
         return out
@@ -82,10 +83,10 @@ class PlainModel:
             stacklevel=2,
         )
 
-    def complete(self, held: Mapping[str, object], source: Callable[[str], torch.Tensor]) -> None:
+    def complete(self, held: Mapping[str, object], source: Callable[[str], Weight]) -> None:
         """Fetch the tensors of the state that the program does not have (every rank calls it)."""
         wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
-        self.unused = {name: source(name).detach().clone() for name in wanted}
+        self.unused = {name: whole_weight(source(name)).clone() for name in wanted}
 
     def state_dict(self, held: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Full tensors by name as the state dict of the plain model, which loads it strictly; tied names share one tensor."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .stacked import StoredWeight, Weight, stacked
+from .stacked import FileWeight, StoredWeight, stacked
 
 
 class Operations(NamedTuple):
@@ -55,14 +55,14 @@ def operations_of(converter: Any) -> Operations | None:
 
 def converted(
     transforms: Sequence[Any], weights: Mapping[str, StoredWeight], fits: Callable[[str], bool]
-) -> Mapping[str, Weight]:
+) -> Mapping[str, FileWeight]:
     """The weights of files under the names of a model. `fits`: whether the model has one of that name; what it has not, or what
     needs another conversion, stays as it is."""
     if not transforms:
         return weights
     renamings = [each for each in transforms if not hasattr(each, "operations")]
     converters = [each for each in transforms if hasattr(each, "operations")]
-    out: dict[str, Weight] = {}
+    out: dict[str, FileWeight] = {}
     lists: dict[tuple[str, int], dict[str, list[str]]] = {}
     for name in sorted(weights, key=_natural):
         new = _renamed(name, renamings)

@@ -20,7 +20,7 @@ from ..device.groups import several_ranks
 from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
-from ..state.weight_source import fill_missing, named_tensors
+from ..state.weight_source import Weight, fill_missing, named_tensors, whole_weight
 from .weight_files import PretrainedWeights, misfit, open_weights
 
 LOGGER = logging.getLogger("autopar")
@@ -58,7 +58,7 @@ def _fill(state: State, others: Mapping[str, torch.Tensor], weights: PretrainedW
                 local_of(parameter).copy_(state.local_part(name, weights[name]))
         for name, tensor in {**state.buffers, **others}.items():
             if name in weights:
-                tensor.copy_(weights[name])
+                tensor.copy_(whole_weight(weights[name]))
 
 
 def saved_names(state: State, plain: PlainModel | None) -> dict[str, str]:
@@ -85,7 +85,7 @@ def unfit_message(weights: PretrainedWeights, missing: list[str], unexpected: li
     return f"{weights.files.folder} {', and '.join(parts)}: {remedy}"
 
 
-def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
+def pretrained_source(model: nn.Module, path: str | os.PathLike[str]) -> Mapping[str, Weight]:
     """Full tensors by the first names of the model's. All ranks call it together.
 
     What no state dict has (buffers that are not persistent) comes from rank 0: its model's, or what their module computes where

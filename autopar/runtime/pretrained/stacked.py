@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from ..checkpoint.tensor_file import mapped_tensor
 from ..compat.dtensor import consecutive_runs
-from ..state.weight_source import LazyWeight
+from ..state.weight_source import Weight, WeightInParts
 
 
 class StoredWeight(NamedTuple):
@@ -51,7 +52,7 @@ class StackedWeight(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-Weight = StoredWeight | StackedWeight
+FileWeight = StoredWeight | StackedWeight
 
 
 def stacked(lists: Sequence[Sequence[StoredWeight]], stack: int | None, concatenate: int | None) -> StackedWeight | None:
@@ -95,16 +96,11 @@ def mapped(path: Path, weight: StoredWeight) -> torch.Tensor:
     return mapped_tensor(path, weight.start, weight.dtype, weight.shape, remedy=": download or export it anew")
 
 
-def opened(folder: Path, weight: Weight) -> torch.Tensor:
+def opened(folder: Path, weight: FileWeight) -> Weight:
     """The tensor, of which bytes are read where they are looked at."""
     if isinstance(weight, StoredWeight):
         return mapped(folder / weight.file, weight)
-    stack = weight
-
-    def read(positions: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _read(folder, stack, positions)
-
-    return LazyWeight(read, [torch.arange(extent) for extent in weight.shape], weight.dtype)
+    return WeightInParts(weight.shape, partial(_read, folder, weight))
 
 
 def _read(folder: Path, weight: StackedWeight, positions: Sequence[torch.Tensor]) -> torch.Tensor:

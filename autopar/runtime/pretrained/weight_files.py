@@ -14,8 +14,9 @@ from torch import nn
 from ..checkpoint.rounds import Rounds
 from ..checkpoint.tensor_file import DTYPES
 from ..errors import CheckpointProblem, DamagedCheckpoint
+from ..state.weight_source import Weight, whole_weight
 from .conversions import converted, transforms_of
-from .stacked import StoredWeight, Weight, opened
+from .stacked import FileWeight, StoredWeight, opened
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
@@ -141,14 +142,14 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> tuple[StoredWeight,
     return StoredWeight(path.name, _BY_NAME[dtype], tuple(sizes), base + begin), (begin, end)
 
 
-class PretrainedWeights(Mapping[str, torch.Tensor]):
-    """Full tensors by the first names of a model's, each a map of its bytes on disk, or read from several where it is looked at.
+class PretrainedWeights(Mapping[str, Weight]):
+    """Full tensors by the first names of a model's, each a map of its bytes on disk, or read from several in parts.
     `unexpected`: names in the files that the model has not."""
 
-    def __init__(self, files: WeightFiles, places: Mapping[str, Weight], unexpected: Sequence[str]) -> None:
+    def __init__(self, files: WeightFiles, places: Mapping[str, FileWeight], unexpected: Sequence[str]) -> None:
         self.files, self.places, self.unexpected = files, places, unexpected
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Weight:
         return opened(self.files.folder, self.places[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -168,7 +169,7 @@ def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], model: nn
     prefix = body if isinstance(body := getattr(model, "base_model_prefix", ""), str) else ""
     by_name = converted(transforms_of(model), files.weights, lambda name: _name_in(names, name, prefix) is not None)
     stored = {key: name for key in names if (name := _name_in(by_name, key, prefix)) is not None}
-    places: dict[str, Weight] = {}
+    places: dict[str, FileWeight] = {}
     twice: list[tuple[str, str]] = []
     for key, name in stored.items():
         if by_name[name] != places.setdefault(names[key], by_name[name]):
@@ -188,8 +189,7 @@ def open_weights(path: Path, rounds: Rounds, names: Mapping[str, str], model: nn
                     f"cannot read {files.folder / file}: {error.strerror}: name a folder that all nodes share"
                 ) from None
         for first, other in twice if rounds.rank == 0 else ():
-            one = opened(files.folder, by_name[other])
-            if one.shape != weights[first].shape or not torch.equal(one, weights[first]):
+            if not torch.equal(whole_weight(opened(files.folder, by_name[other])), whole_weight(weights[first])):
                 raise CheckpointProblem(
                     f"{other} in {files.folder} is another tensor than {first}, to which the model ties it: build the model "
                     "without that tie (tie_word_embeddings=False)"
@@ -205,7 +205,7 @@ def _name_in(weights: Mapping[str, object], key: str, prefix: str) -> str | None
     return other if other in weights else None
 
 
-def misfit(name: str, weight: Weight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
+def misfit(name: str, weight: FileWeight, shape: Sequence[int], dtype: torch.dtype, *, narrowing: bool) -> str:
     """Return why a weight of a file cannot be loaded into a tensor of the model; empty where it can. `narrowing`: a
     floating-point number may be rounded to a shorter type."""
     if weight.shape != tuple(shape):

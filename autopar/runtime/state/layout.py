@@ -58,6 +58,22 @@ def model_shard(full: torch.Tensor, placements: Mapping[str, str], mesh: MeshHan
     return full
 
 
+def own_positions(
+    shape: Sequence[int], placements: Mapping[str, str], mesh: MeshHandle, zero: int | None, order: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The positions along each dimension of a full tensor that this rank stores, under ZeRO along `zero` (None: without it).
+    `order`: the positions of dimension 0 in the order in which they are sharded."""
+    positions = [torch.arange(extent) for extent in shape]
+    if order is not None:
+        positions[0] = order.cpu()
+    for spec in shard_specs(shape, placements, mesh):
+        axis = mesh.axis(spec.axis)
+        positions[spec.dim] = local_shard(positions[spec.dim], 0, spec.parts, axis.size, axis.coordinate)
+    if zero is not None:
+        positions[zero] = zero_shard(positions[zero], 0, mesh)
+    return positions
+
+
 def zero_shard(local: torch.Tensor, dim: int | None, mesh: MeshHandle) -> torch.Tensor:
     """ZeRO's shard of a rank's tensor along `dim` (None: the tensor); the last ranks' shards may be shorter or empty."""
     if dim is None:

@@ -27,10 +27,10 @@ from ..progress import advance, working
 from .fsdp import hoist_shared, shard_block, shard_root
 from .gradient import StageGradients, own
 from .gradient_buckets import GradientBuckets, redirect_gradients
-from .layout import dtensor_placements, gather_full, model_shard, zero_shard
+from .layout import dtensor_placements, gather_full, local_shape, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
-from .weight_source import LazyWeight, OrderedSource, WeightSource, full_weight
+from .weight_source import OrderedSource, Weight, WeightInParts, WeightSource, full_weight, whole_weight
 
 
 class Slice(NamedTuple):
@@ -130,15 +130,18 @@ class State:
                     continue
                 full = _checked_weight(source, name, self.specs[name])
                 if name in self.buffers:
-                    held.copy_(full)
+                    held.copy_(whole_weight(full))
                 else:
                     local_of(held).copy_(self.local_part(name, full))
 
-    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def local_part(self, name: str, full: Weight) -> torch.Tensor:
         """This rank's part of a full tensor that is placed like the parameter."""
-        if name in self.expert_orders:
-            full = full.index_select(0, self.expert_orders[name].to(full.device))
-        return zero_shard(model_shard(full, self.specs[name].placements, self.mesh), self.zero_dims[name], self.mesh)
+        placements, zero, order = self.specs[name].placements, self.zero_dims[name], self.expert_orders.get(name)
+        if isinstance(full, WeightInParts):
+            return full.read(own_positions(full.shape, placements, self.mesh, zero, order))
+        if order is not None:
+            full = full.index_select(0, order.to(full.device))
+        return zero_shard(model_shard(full, placements, self.mesh), zero, self.mesh)
 
     def holds(self, name: str, full: torch.Tensor) -> bool:
         """Return whether this rank's part of a tensor is that of `full`; so are those of tensors that are on other stages."""
@@ -170,12 +173,12 @@ def _refused_together(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
         finish()
 
 
-def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> torch.Tensor:
+def _checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> Weight:
     advance()
     full = full_weight(source, name)
     if tuple(full.shape) != tuple(spec.shape):
         raise StateError(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
-    return full.detach()
+    return full
 
 
 def _fill_buffers(roots: Iterable[RootModule], source: WeightSource) -> tuple[dict[str, torch.Tensor], dict[str, ParameterSpec]]:
@@ -190,9 +193,8 @@ def _fill_buffers(roots: Iterable[RootModule], source: WeightSource) -> tuple[di
                 name = block.original_names[spec.path]
                 if name not in buffers:
                     specs[name] = spec
-                    buffers[name] = _checked_weight(source, name, spec).to(
-                        root.mesh.device, getattr(torch, spec.dtype), copy=True
-                    )
+                    full = whole_weight(_checked_weight(source, name, spec))
+                    buffers[name] = full.to(root.mesh.device, getattr(torch, spec.dtype), copy=True)
                 block.register_buffer(spec.attribute, buffers[name], persistent=spec.persistent)
     return buffers, specs
 
@@ -219,7 +221,8 @@ def materialize(program: Program, source: WeightSource) -> State:
     entries = builder.first
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
-    stage = _stage_gradients(mesh, index)
+    stages = mesh.pp.size
+    stage = StageGradients(mesh, index.holders, index.every_stage_trains(stages)) if stages > 1 else None
     parameters = {name: builder.canonical[name] for table in own_tables for name in table}
     for name, parameter in parameters.items():
         own(parameter, stage, name)
@@ -242,12 +245,6 @@ def materialize(program: Program, source: WeightSource) -> State:
     )
 
 
-def _stage_gradients(mesh: MeshHandle, index: ParameterIndex) -> StageGradients | None:
-    if mesh.pp.size == 1:
-        return None
-    return StageGradients(mesh, index.holders, index.every_stage_trains(mesh.pp.size))
-
-
 def _as_stored(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether FSDP2 can copy its part from this tensor, so that of a mapped file no more than that part is read."""
     return shard.dtype == dtype and shard.device == device and shard.is_contiguous() and not shard.is_inference()
@@ -268,14 +265,17 @@ class _StateBuilder:
         replicated parameter."""
         before = self.first.get(entry.name)
         if before is None:
-            shard = model_shard(_checked_weight(self.source, entry.name, entry.spec), entry.spec.placements, self.mesh)
+            shape, placements = entry.spec.shape, entry.spec.placements
+            full = _checked_weight(self.source, entry.name, entry.spec)
             dtype: torch.dtype = getattr(torch, entry.spec.dtype)
-            if isinstance(shard, LazyWeight) and entry.zero_dim is not None:
-                whole = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device)  # FSDP2 takes its part alone
-                zero_shard(whole, entry.zero_dim, self.mesh).copy_(zero_shard(shard, entry.zero_dim, self.mesh))
-                shard = whole
-            elif entry.zero_dim is None or not _as_stored(shard, dtype, self.mesh.device):
-                shard = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
+            if isinstance(full, WeightInParts):
+                shard = torch.empty(local_shape(shape, placements, self.mesh), dtype=dtype, device=self.mesh.device)
+                own = full.read(own_positions(shape, placements, self.mesh, entry.zero_dim))
+                zero_shard(shard, entry.zero_dim, self.mesh).copy_(own)  # FSDP2 takes its part alone
+            else:
+                shard = model_shard(full.detach(), placements, self.mesh)
+                if entry.zero_dim is None or not _as_stored(shard, dtype, self.mesh.device):
+                    shard = torch.empty(shard.shape, dtype=dtype, device=self.mesh.device).copy_(shard)
             entry.stored = nn.Parameter(shard, requires_grad=entry.spec.trainable)
             self.first[entry.name] = entry
         else:

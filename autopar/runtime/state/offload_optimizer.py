@@ -165,25 +165,18 @@ def offload_as_planned(
     owner: nn.Module, parameters: Iterable[torch.Tensor], device: torch.device, host: HostMemory, where: str
 ) -> None:
     """Optimizers of `parameters` are offloaded at their first step, for as long as `owner` lives."""
-    if where:
-        planned = _PlannedOffload(parameters, device, host)
-        around_optimizer_steps(owner, before=lambda _, optimizer, *step: planned.before_step(optimizer))
+    planned, known = {id(each) for each in parameters}, weakref.WeakSet[Optimizer]()
 
-
-class _PlannedOffload:
-    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device, host: HostMemory) -> None:
-        self.parameters = {id(each) for each in parameters}
-        self.device, self.host = device, host
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The hook of all optimizers."""
-        if optimizer in self.optimizers:
+    def before_step(_: nn.Module, optimizer: Optimizer, *step: Any) -> None:
+        if optimizer in known:
             return
-        self.optimizers.add(optimizer)
-        own = any(id(each) in self.parameters for group in optimizer.param_groups for each in group["params"])
+        known.add(optimizer)
+        own = any(id(each) in planned for group in optimizer.param_groups for each in group["params"])
         if own and OFFLOADED not in optimizer.__dict__:
-            optimizer.register_step_pre_hook(offloaded_step(optimizer, self.host, self.device).update)
+            optimizer.register_step_pre_hook(offloaded_step(optimizer, host, device).update)
+
+    if where:
+        around_optimizer_steps(owner, before=before_step)
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:

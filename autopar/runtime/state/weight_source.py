@@ -6,20 +6,33 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ..errors import StateError
 
-WeightSource = Callable[[str], torch.Tensor] | Mapping[str, torch.Tensor]
+
+class WeightInParts(NamedTuple):
+    """A full tensor of which each rank reads its part. `read` gives the elements at these positions along each dimension."""
+
+    shape: tuple[int, ...]
+    read: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+Weight = torch.Tensor | WeightInParts
+WeightSource = Callable[[str], Weight] | Mapping[str, Weight]
 """Full tensors by original name."""
 
 
-def full_weight(source: WeightSource, name: str) -> torch.Tensor:
+def whole_weight(weight: Weight) -> torch.Tensor:
+    """The full tensor, all of which is read."""
+    return weight.read([torch.arange(size) for size in weight.shape]) if isinstance(weight, WeightInParts) else weight.detach()
+
+
+def full_weight(source: WeightSource, name: str) -> Weight:
     """The full tensor. StateError if there is none."""
     try:
         return source[name] if isinstance(source, Mapping) else source(name)
@@ -35,13 +48,13 @@ class OrderedSource:
 
     def __init__(self, source: WeightSource, names: Iterable[str], wanted: Iterable[str]) -> None:
         self.source, self.names, self.wanted = source, iter(tuple(names)), frozenset(wanted)
-        self.held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, Weight] = {}
         if isinstance(source, Mapping):
             for name in self.names:
                 if name not in source:
                     full_weight(source, name)
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str) -> Weight:
         if isinstance(self.source, Mapping):
             return full_weight(self.source, name)
         while name not in self.held:
@@ -70,7 +83,7 @@ def further_names(source: WeightSource, held: Collection[str]) -> dict[str, str]
     tied weights, which ``torch.save`` writes once."""
     if not isinstance(source, Mapping) or source.keys() <= set(held):
         return {}
-    plain = {name: each for name, each in source.items() if type(each) in (torch.Tensor, nn.Parameter)}
+    plain: dict[str, Any] = {name: each for name, each in source.items() if type(each) in (torch.Tensor, nn.Parameter)}
     first = {memory_of(each): name for name, each in plain.items() if name in held}
     others = {name: memory_of(each) for name, each in plain.items() if name not in held}
     return {name: first[memory] for name, memory in others.items() if memory in first}
@@ -98,74 +111,6 @@ class BroadcastSource:
         full = own.to(device).contiguous() if dist.get_rank() == 0 else torch.empty(own.shape, dtype=own.dtype, device=device)
         dist.broadcast(full, src=0)
         return full
-
-
-class LazyWeight(torch.Tensor):
-    """A full tensor that is read only where it is looked at: slices and reshapes of it are lazy too, and any other operation
-    reads what they leave.
-
-    `read` gives the elements at these positions along each dimension of the full tensor. `positions`: those that are left, by
-    dimension of the full tensor; one that was reshaped into several has as many in its positions."""
-
-    read: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    positions: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def __new__(
-        cls, read: Callable[[Sequence[torch.Tensor]], torch.Tensor], positions: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Self:
-        shape = [extent for each in positions for extent in each.shape]
-        weight: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        weight.read, weight.positions = read, tuple(positions)
-        return weight  # type: ignore[no-any-return]
-
-    def whole(self) -> torch.Tensor:
-        """Read what is left."""
-        return self.read([each.flatten() for each in self.positions]).view(self.shape)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if isinstance(args[0], LazyWeight) and not kwargs:
-            left = _left(func, args[0].positions, args[1:])
-            if left is not None:
-                return LazyWeight(args[0].read, left, args[0].dtype)
-        read: Any = tree_map_only(LazyWeight, LazyWeight.whole, (args, dict(kwargs or {})))
-        return func(*read[0], **read[1])
-
-
-def _left(func: Any, positions: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> list[torch.Tensor] | None:
-    """The positions after a slice, a selection or a reshape; None for other operations."""
-    aten = torch.ops.aten
-    if func in (aten.detach.default, aten.alias.default):
-        return list(positions)
-    if func in (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default):
-        return _reshaped(positions, list(args[0]))
-    if func not in (aten.slice.Tensor, aten.select.int, aten.index_select.default):
-        return None
-    dim, out = (args[0] if args else 0) % sum(each.dim() for each in positions), list(positions)
-    for number, each in enumerate(positions):
-        if dim < each.dim():
-            out[number] = func(each, dim, *args[1:])
-            return out
-        dim -= each.dim()
-    return None
-
-
-def _reshaped(positions: tuple[torch.Tensor, ...], shape: list[int]) -> list[torch.Tensor] | None:
-    """Return the positions in a new shape; None where a dimension of the new shape would be made of several of the full
-    tensor."""
-    out: list[torch.Tensor] = []
-    for number, each in enumerate(positions):
-        extents, count = [], 1
-        while shape and (count < each.numel() or number == len(positions) - 1):
-            extents.append(shape.pop(0))
-            count *= extents[-1]
-        if count != each.numel():
-            return None
-        out.append(each.reshape(extents))
-    return out
 
 
 def named_state(model: nn.Module, state: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

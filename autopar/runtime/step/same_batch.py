@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import gather
@@ -48,29 +47,18 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
     return total ^ hash(tuple(tensor.shape)) >> 1
 
 
-def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor] | None, names: tuple[str, ...], local: bool) -> None:
-    """Raise a BatchError on every rank where ranks passed different batches. All ranks call it; one that refused its own batch
-    passes None. A `local` batch is this data rank's part, equal along the other axes only."""
+def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local: bool) -> None:
+    """Raise a BatchError on every rank where ranks passed different batches. All ranks call it. A `local` batch is this data
+    rank's part, equal along the other axes only."""
     if not several_ranks():
         return
-    own = [1, *(0 for _ in names)]
-    if inputs is not None:  # of a DTensor ranks hold different shards
-        own = [0, *(0 if isinstance(inputs[name], DTensor) else checksum(inputs[name]) for name in names)]
-    row = torch.tensor(own, dtype=torch.int64, device=mesh.device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    checksums = [tuple(each.tolist()) for each in rows]
-    refused = next((rank for rank, each in enumerate(checksums) if each[0]), None)
-    if inputs is None:
-        return
-    if refused is not None:
-        raise BatchError(
-            f"{mesh.describe(refused)} refused its batch: see its own error, and pass the global batch on every rank"
-        )
+    # of a DTensor ranks hold different shards
+    own = {name: 0 if isinstance(each, DTensor) else checksum(each) for name, each in inputs.items()}
+    checksums: list[dict[str, int]] = gather(own)
     first: dict[int, int] = {}
     for rank, each in enumerate(checksums):
         other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
-        different = next((name for name, a, b in zip(names, checksums[other][1:], each[1:], strict=True) if a != b), None)
+        different = next((name for name in own if checksums[other].get(name) != each.get(name)), None)
         if different is not None:
             raise BatchError(_message(mesh, different, (other, rank), local))
 

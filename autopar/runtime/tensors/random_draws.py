@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from ..comm.agreement import equal_on_ranks
+from ..comm.agreement import bounds_on_ranks
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
 from ..compat.dtensor import gathered, local_of, own_part, random_operations, replicated
@@ -137,7 +137,8 @@ def ranks_agree(number: int, value: DTensor, doing: str) -> bool:
     """Return whether all ranks of the tensor's mesh have the same number. All of them must call; `doing` names the work to a rank
     that waits for others here."""
     with glancing(doing):
-        return bool(equal_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value)))
+        least, most = bounds_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value))
+        return bool(least == most)
 
 
 def _groups(value: DTensor) -> list[dist.ProcessGroup]:

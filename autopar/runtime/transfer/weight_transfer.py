@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby, product
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..checkpoint.rounds import Failed, Rounds, attempt
+from ..checkpoint.rounds import Rounds
 from ..errors import TransferProblem
 from .connection import Connection, Endpoint, connect, offer
 from .transfer_plan import Send, TensorSlice, TransferPlan, plan_transfer
 from .vllm_layout import VllmLayout
 from .weight_layout import WeightLayout
-
-_Value = TypeVar("_Value")
 
 JOIN_SECONDS = 300.0
 BUFFER_BYTES = 2**28
@@ -70,25 +68,13 @@ class WeightTransfer:
         def check(layout: WeightLayout) -> None:
             layout.views(self.end.rank, tensors, sends=self.end.sends)
 
-        def meet() -> Connection:
+        if self.end.sends:
+            with self.rounds.together(TransferProblem):
+                if self.end.rank == 0:
+                    self.store = offer(self.end, self.layout(WeightLayout({}, {})), self.memory_bytes)
+        with self.rounds.together(TransferProblem):
             self.store = self.store or self.end.store()
             return connect(self.end, self.store, self.layout, check)
-
-        if self.end.sends:
-            self._together(self._offer if self.end.rank == 0 else lambda: None)
-        return self._together(meet)
-
-    def _offer(self) -> None:
-        self.store = offer(self.end, self.layout(WeightLayout({}, {})), self.memory_bytes)
-
-    def _together(self, work: Callable[[], _Value]) -> _Value:
-        """Return the result of `work`. TransferProblem on all ranks of this job where it fails on one."""
-        value = attempt(work)
-        failed = value if isinstance(value, Failed) else None
-        failed = next((each for each in self.rounds.gather_all(failed) if each is not None), None)
-        if failed is not None or isinstance(value, Failed):
-            raise TransferProblem(failed.text if failed is not None else "")
-        return value
 
 
 def _exchange(group: Any, plan: TransferPlan, end: Endpoint, views: Mapping[str, torch.Tensor], layout: WeightLayout) -> None:

@@ -18,6 +18,7 @@ from autopar.runtime.errors import CheckpointProblem
 from autopar.runtime.pretrained import stacked
 from autopar.runtime.pretrained.conversions import hub_tensors, transforms_of
 from autopar.runtime.pretrained.load import pretrained_source
+from autopar.runtime.state.weight_source import WeightInParts, whole_weight
 
 SMALL = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=32, max_position_embeddings=32,
@@ -60,7 +61,7 @@ def test_loaded_and_written_as_transformers_does(make: Callable[[], Any], body: 
     expected = type(model).from_pretrained(tmp_path).state_dict()
     source = pretrained_source(model, tmp_path)
     for name, value in expected.items():
-        assert torch.equal(source[name], value), name
+        assert torch.equal(whole_weight(source[name]), value), name
         assert torch.equal(value, model.state_dict()[name]), name
     parts = hub_tensors(model, {name: value.shape for name, value in expected.items()})
     assert parts is not None
@@ -85,25 +86,24 @@ def test_only_what_is_looked_at_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         return looked[-1]
 
     monkeypatch.setattr(stacked, "mapped", counted)
-    lazy = source[GATE_UP]
-    assert lazy.shape == full.shape and lazy.detach().narrow(0, 2, 5).shape[0] == 5 and not looked
-    assert torch.equal(lazy.narrow(0, 9, 3).clone(), full[9:]) and len(looked) == 6
+    weight = source[GATE_UP]
+    assert isinstance(weight, WeightInParts) and weight.shape == full.shape and not looked
+    every = [torch.arange(size) for size in full.shape]
+    assert torch.equal(weight.read([every[0][9:], *every[1:]]), full[9:]) and len(looked) == 6
     looked.clear()
-    assert torch.equal(lazy[3, :20].clone(), full[3, :20]) and len(looked) == 1  # of w1 alone
+    assert torch.equal(weight.read([every[0][3:4], every[1][:20], every[2]]), full[3:4, :20]) and len(looked) == 1  # of w1 alone
     looked.clear()
-    sharded = local_shard(lazy.narrow(0, 4, 2), 1, 2, 3, 1)  # of gate and up the second of three parts
-    assert not looked and torch.equal(sharded.clone(), local_shard(full.narrow(0, 4, 2), 1, 2, 3, 1)) and len(looked) == 4
-    assert torch.equal(lazy[:, ::5, 3:7].clone(), full[:, ::5, 3:7])
-    assert torch.equal(lazy.flatten() + 0, full.flatten())
-    into = torch.empty(2, *full.shape[1:], dtype=torch.float64)
-    assert torch.equal(into.copy_(lazy[6:8]), full[6:8].double())
+    rows = local_shard(every[1], 0, 2, 3, 1)  # of gate and up the second of three parts
+    assert torch.equal(weight.read([every[0][4:6], rows, every[2]]), local_shard(full[4:6], 1, 2, 3, 1)) and len(looked) == 4
+    assert torch.equal(weight.read([every[0].flip(0), every[1][::5], every[2][3:7]]), full.flip(0)[:, ::5, 3:7])
+    assert torch.equal(whole_weight(weight), full)
 
 
 def test_files_that_are_stacked_already(tmp_path: Path) -> None:
     model = mixtral(4)
     save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
     source = pretrained_source(model, tmp_path)
-    assert all(torch.equal(source[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(whole_weight(source[name]), value) for name, value in model.state_dict().items())
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
