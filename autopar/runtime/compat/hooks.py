@@ -263,7 +263,7 @@ def engine_calls(
 ) -> AbstractContextManager[None]:
     """Stand before the engine of every backward of this process.
 
-    ``torch.autograd.grad``, and a backward of some `inputs`, ask `gradients` first, with the engine and its arguments (results,
+    ``torch.autograd.grad``, and a backward of some `inputs` or with ``create_graph=True``, ask `gradients` first, with the engine and its arguments (results,
     their gradients, whether to retain and to create a graph, inputs, whether some may be unused, whether to add to ``.grad``);
     NotImplemented goes on as usual. An error that ends a
     backward is passed to each translation in turn, and what that returns goes on in its place. Seen on 2.13.0: Tensor.backward,
@@ -273,7 +273,7 @@ def engine_calls(
 
     def run(*args: Any, **options: Any) -> Any:
         try:
-            some = len(args) > 4 and args[4]
+            some = len(args) > 4 and (args[4] or args[3])
             unused, accumulate = args[5] if args[5:] else True, options.get("accumulate_grad", True)
             if some and (own := gradients(usual, *args[:5], unused, accumulate)) is not NotImplemented:
                 return own

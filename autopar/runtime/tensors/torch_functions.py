@@ -36,8 +36,8 @@ def parameter_gradients(
 ) -> Any:  # fmt: skip
     """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
     and reduces. All ``.grad`` stay as they are, but for those of ``backward(inputs=...)``. NotImplemented for all else.
-    `accumulate`: add to the ``.grad`` of these inputs."""
-    if not any(place_of(each)[1] for each in inputs):
+    RuntimeProblem for a graph of these gradients, also without `inputs`. `accumulate`: add to the ``.grad`` of these inputs."""
+    if inputs and not any(place_of(each)[1] for each in inputs):
         return NotImplemented
     nodes = list(graph_of(results))
     marks = (node.metadata["autopar"]() for node in nodes if "autopar" in node.metadata)
@@ -46,8 +46,8 @@ def parameter_gradients(
         return NotImplemented
     if create or any(each.grad_fn is not None for each in inputs):
         raise RuntimeProblem(
-            "torch.autograd.grad of a parallel model gives gradients by its parameters and by leaves, without a graph of their "
-            "own: leave create_graph out, and ask for others in another call"
+            "the gradients of a parallel model by its parameters, and by leaves beside them, have no graph of their own: leave "
+            "create_graph out, and ask for others in another call"
         )
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     own = (p for state in states.values() for p in state.parameters.values())

@@ -251,6 +251,11 @@ def gradients_by_grad(plan: str) -> None:
     for name, parameter in mine.items():
         added = expected[name] if name in kept else 0
         torch.testing.assert_close(whole(parameter.grad), before[name] + added, rtol=1e-9, atol=1e-11, msg=name)
+    for again in (
+        lambda loss: loss.backward(create_graph=True),
+        lambda loss: torch.autograd.grad(loss, list(mine.values()), create_graph=True),
+    ):
+        assert "leave create_graph out" in refusal(lambda again=again: again(parallel(**batch(1))))
 
 
 def filter_gradients(plan: str) -> None:
