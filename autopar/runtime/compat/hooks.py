@@ -263,11 +263,11 @@ def engine_calls(
 ) -> AbstractContextManager[None]:
     """Stand before the engine of every backward of this process.
 
-    ``torch.autograd.grad``, and a backward of some `inputs` or with ``create_graph=True``, ask `gradients` first, with the engine and its arguments (results,
-    their gradients, whether to retain and to create a graph, inputs, whether some may be unused, whether to add to ``.grad``);
-    NotImplemented goes on as usual. An error that ends a
-    backward is passed to each translation in turn, and what that returns goes on in its place. Seen on 2.13.0: Tensor.backward,
-    torch.autograd.backward and torch.autograd.grad all go through this function."""
+    ``torch.autograd.grad``, and a backward of some `inputs` or with ``create_graph=True``, ask `gradients` first, with the engine
+    and its arguments (results, their gradients, whether to retain and to create a graph, inputs, whether some may be unused,
+    whether to add to ``.grad``); NotImplemented goes on as usual. An error that ends a backward is passed to each translation in
+    turn, and what that returns goes on in its place. Seen on 2.13.0: Tensor.backward, torch.autograd.backward and
+    torch.autograd.grad all go through this function."""
     outer: Any = torch.autograd
     usual = outer._engine_run_backward
 
