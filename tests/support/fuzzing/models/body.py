@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,7 +20,7 @@ MOST_ELEMENTS, LARGEST, TRIES = 1500, 30.0, 12
 
 def names() -> dict[str, Any]:
     """What the text of a model may name."""
-    return {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "Plain": lambda tensor: tensor}
+    return {"math": math, "torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "Plain": lambda tensor: tensor}
 
 
 @dataclass(slots=True)

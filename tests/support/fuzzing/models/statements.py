@@ -307,9 +307,38 @@ with torch.no_grad(): {t} = {x}.mean();{x} - {t}
 with torch.enable_grad(): {t} = {x}.sin();{t}
 {t} = {{"a": {x}, "b": {y}}};{t}["a"].tanh() + {t}["b"].mean()
 checkpoint(lambda v: torch.tanh(v) * v, {x}, use_reentrant=False)
+"""
+
+NUMBERS = """
 {x} * {x}.shape[0]
 {x} / {x}.shape[1]
 {x} + {x}.numel()
+{x} * (1 / {x}.shape[0])
+{x} + 0.3 / {x}.shape[0]
+{x} - 1.5 * {x}.shape[0] / {x}.shape[-1]
+{x} * (({x}.shape[0] + 1) / ({x}.shape[0] + 3))
+{x} / {x}.shape[0] ** 2 + 1 / {x}.numel()
+{x} * {x}.shape[1] ** -0.5
+{x}.clamp(max={x}.shape[0] / 7)
+{x}.masked_fill({m}, 1 / {x}.shape[0])
+{x} + torch.full(({last},), 2 / {x}.shape[0], dtype={x}.dtype)
+{x} + {x}.new_tensor(0.5) * ({x}.shape[0] - 1)
+torch.add({x}, {y}, alpha={x}.shape[0] - 1)
+torch.sub({x}, {y}, alpha=1 / {x}.shape[0])
+torch.lerp({x}, {y}, 1 / {x}.shape[0])
+torch.where({x} > 1 / {x}.shape[0], {x}, {x}.shape[0] / 9)
+F.leaky_relu({x}, 1 / {x}.shape[0])
+F.layer_norm({x}, {x}.shape[-1:], eps=1 / {x}.shape[0])
+{x}[: {x}.shape[0] - 1].sum(0) + {x}
+{x} * torch.arange({x}.shape[0], dtype={x}.dtype).mean()
+{x} + torch.arange({x}.shape[0], dtype={x}.dtype).view(-1, *[1] * ({x}.dim() - 1)) / {x}.shape[0]
+{x} * (2 if {x}.shape[0] > 3 else 0.5)
+{x} * math.sqrt({x}.shape[-1]) / math.log(1 + {x}.shape[0])
+{x} * max({x}.shape[0], 2) + min({x}.shape[1], 3)
+{x} * round({x}.shape[0] / 3) + int({x}.shape[0] * 0.3)
+{x} * ({x}.shape[0] % 3) + {x}.shape[0] // 3
+{x} * len({x}) + float({x}.shape[0])
+{x} * torch.tensor({x}.shape[0]) / torch.tensor([1.0, {x}.shape[0]], dtype={x}.dtype).sum()
 """
 
 RANDOM = """
@@ -358,7 +387,7 @@ F.cosine_similarity({x}, {y}, dim=-1).mean()
 KINDS = {
     "elementwise": (ELEMENTWISE, 10), "broadcasting": (BROADCASTING, 10), "views": (VIEWS, 16), "along": (ALONG, 10),
     "products": (PRODUCTS, 6), "modules": (MODULES, 18), "parameters": (PARAMETERS, 8), "writes": (WRITES, 4),
-    "control": (CONTROL, 3), "random": (RANDOM, 1), "low": (LOW, 1),
+    "control": (CONTROL, 3), "numbers": (NUMBERS, 6), "random": (RANDOM, 1), "low": (LOW, 1),
 }  # fmt: skip
 """Statements by kind, and how often each kind is drawn."""
 

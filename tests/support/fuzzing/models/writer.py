@@ -13,7 +13,9 @@ from support.fuzzing.models.body import SIZES, Body, fits, names
 from support.fuzzing.models.statements import LOSS_STATEMENTS
 
 BATCHES = (1, 2, 3, 4, 4, 4, 4, 6, 8, 8, 8)
-HEAD = """import torch
+HEAD = """import math
+
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
