@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Arg, Node, Value, draws_masks
+from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Placements, Shard, local_shape
 from autopar.ir.plan import NodePlan
 from autopar.operations.communication import CONVERT
@@ -58,6 +59,8 @@ def _function(node: Node, plan: NodePlan, ranks: tuple[int, ...], context: Conte
     if len(axes) > 1:
         raise PlanError(f"{node.name}: {plan.function} runs on one axis, not on {' and '.join(axes)}; plan the model again")
     ((axis, sharded),) = axes.items()
+    if context.uneven and axis == DATA_AXIS and not function.uneven:
+        raise PlanError(f"{node.name}: {plan.function} takes equal shards of the batch")
     if dim is None:
         node = replace(node, kwargs=(*node.kwargs, ("dim", sharded)))
     return replace((function.rewrite or _by_axis)(node, axis), op=plan.function)

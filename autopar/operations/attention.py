@@ -131,7 +131,7 @@ def ring_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCo
             ]
     if is_mirrored(node, shapes):
         for operand, shape in ((0, q), (1, k), (2, v), (0, node.outputs[0].shape)):
-            half = (*shape[:-2], _half(shape[-2]), shape[-1])
+            half = (*shape[:-2], shape[-2] // 2 if isinstance(shape[-2], int) else shape[-2], shape[-1])
             out += [
                 OperationCollective("all_to_all", half, dtype, operand=operand),
                 OperationCollective("all_to_all", (2, *half), dtype, True, operand=operand),
@@ -142,11 +142,6 @@ def ring_collectives(node: Node, shapes: tuple[Shape, ...]) -> tuple[OperationCo
 def _sum(a: object, b: object) -> int:
     assert isinstance(a, int) and isinstance(b, int)
     return a + b
-
-
-def _half(length: object) -> int:
-    assert isinstance(length, int)
-    return length // 2
 
 
 def last_rank_imbalance(node: Node, shapes: tuple[Shape, ...], ranks: int) -> float:

@@ -138,7 +138,7 @@ OPERATIONS = (
     Operation(
         "aten.embedding", "v+ d, ... -> ... d", lookup=True, embedding=True, layer=True, named_after_module=True,
         # each rank looks up its own rows, and has zeros for all others (Partial)
-        functions=(NamedFunction("v", "ap.embedding_sharded", at=(0, 0), rewrite=_sharded_embedding),),
+        functions=(NamedFunction("v", "ap.embedding_sharded", at=(0, 0), rewrite=_sharded_embedding, uneven=True),),
         spelling=_embedding_expression,
     ),
     Operation("ap.embedding_sharded", embedding=True, layer=True, spelling=function("C")),

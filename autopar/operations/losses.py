@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.ir.placement import Invariant
@@ -53,11 +55,12 @@ def runs_in_chunks(function: str) -> bool:
 
 
 _CROSS_ENTROPY = "...+ v+, ...+ -> ()"
+_IN_CLASSES = NamedFunction("v", "", Invariant(), cross_entropy_collectives, at=(0, -1), uneven=True)
 _SHARDED = (
     # the loss is equal on all ranks of the axis, and each rank computes the gradient of its own logits: Invariant
-    NamedFunction("v", "ap.cross_entropy_sharded", Invariant(), cross_entropy_collectives, at=(0, -1), in_place=True),
+    replace(_IN_CLASSES, name="ap.cross_entropy_sharded", in_place=True),
     # of no strategy of the rule: `rules.loss_chunks` adds them where the logits are a head's
-    NamedFunction("v", IN_CHUNKS["ap.cross_entropy_sharded"], Invariant(), cross_entropy_collectives, at=(0, -1)),
+    replace(_IN_CLASSES, name=IN_CHUNKS["ap.cross_entropy_sharded"]),
     NamedFunction("", IN_CHUNKS[""]),
 )
 
@@ -67,7 +70,7 @@ OPERATIONS = (
     Operation("ap.cross_entropy_sharded", loss=True, spelling=function("C")),
     Operation(
         TOKEN_LOG_PROBS, "... v!, ... 1 -> ... 1", transcendental=True, spelling=function("C"),
-        functions=(NamedFunction("v", "ap.token_log_probs_sharded", Invariant(), cross_entropy_collectives, at=(0, -1)),),
+        functions=(replace(_IN_CLASSES, name="ap.token_log_probs_sharded"),),
     ),
     Operation("ap.count_valid", "...+ -> ()", spelling=function("C")),
     Operation("ap.ctc_losses", "t! b c!, b u!, b, b -> b", spelling=function("C")),

@@ -97,7 +97,9 @@ OPERATIONS = (
     ),
     Operation(
         "aten.logsumexp", logsumexp_rule, transcendental=True, spelling=method,
-        functions=(NamedFunction("v", "ap.logsumexp_sharded", Invariant(), logsumexp_collectives, applies=_reduces_last),),
+        functions=(
+            NamedFunction("v", "ap.logsumexp_sharded", Invariant(), logsumexp_collectives, applies=_reduces_last, uneven=True),
+        ),
     ),
     *several(Operation("aten", reduce_whole_rule), "prod linalg_vector_norm"),
     Operation("aten.norm", reduce_whole_rule, spelling=method),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autopar.ir.placement import parse_placement
 from autopar.runtime.comm.conversions import AxisOperation, apply_locally, join_shards, parse_conversion, split_shards
+from autopar.runtime.device.axis import AxisHandle
 from autopar.runtime.module import ParameterSpec
 from autopar.runtime.ops import experts, functions, losses, mixtures
 
@@ -136,7 +137,7 @@ def _in_groups(axis: LockstepAxis, run: Callable[[list[Any]], Sequence[Any]], va
 
 def _with_places(function: Callable[..., Tensor], axis: LockstepAxis, values: Sequence[Any]) -> OnRanks:
     """A function that asks for the place of its rank on the axis."""
-    places = [SimpleNamespace(coordinate=rank, size=axis.size, group_name="") for rank in range(axis.size)]
+    places = [AxisHandle("", axis.size, rank) for rank in range(axis.size)]
     return _in_groups(axis, lambda group: [function(place, *each) for each, place in zip(group, places, strict=True)], values)
 
 

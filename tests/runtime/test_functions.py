@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support.harness.rank_pool import RankPool
 
 from autopar.runtime import collectives as C
+from autopar.runtime.device.axis import AxisHandle
 from autopar.runtime.device.mesh import MeshHandle
 
 V = 24
@@ -135,6 +136,47 @@ def test_embedding(ranks: RankPool, padding: int | None) -> None:
     for got, _ in answers:
         torch.testing.assert_close(got, y.detach())
     torch.testing.assert_close(torch.cat([gradient for _, gradient in answers]), table.grad)
+
+
+def of_uneven_shards(name: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: a function of classes or rows that are as many as 7 examples of 3, which four data ranks have as 2, 2, 2, 1."""
+    mesh = MeshHandle({"dp": 4}).for_variant(False, 7)
+    whole, table, ids = uneven_operands()
+    mine = table.split([3 * share for share in mesh.dp.shares])[mesh.dp.coordinate].clone().requires_grad_()
+    run = torch.compile(UNEVEN[name], backend=backend) if backend else UNEVEN[name]
+    found = run(whole, mine, ids, mesh.dp)
+    (found * torch.arange(1, found.numel() + 1, dtype=found.dtype).view(found.shape)).sum().backward()
+    assert mine.grad is not None
+    return found.detach(), mine.grad
+
+
+def uneven_operands() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x, table = torch.randn(26, 5, generator=generator).split([5, 21])
+    return x.double(), table.double(), torch.tensor([0, 6, 20, 18, 5])
+
+
+UNEVEN: dict[str, Any] = {
+    "cross_entropy": lambda x, w, ids, axis: C.cross_entropy_sharded(x @ w.t(), ids, -100, 0.1, axis),
+    "in chunks": lambda x, w, ids, axis: C.linear_cross_entropy_sharded(x, w, None, ids, -100, 0.1, 2, axis),
+    "log_probs": lambda x, w, ids, axis: C.token_log_probs_sharded(x @ w.t(), ids.unsqueeze(-1), axis),
+    "embedding": lambda x, w, ids, axis: C.convert(C.embedding_sharded(ids, w, axis), axis, "P -> I"),
+}
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_shards(ranks: RankPool, name: str, backend: str) -> None:
+    """Each rank took its own number of classes for that of all others."""
+    x, table, ids = uneven_operands()
+    table.requires_grad_()
+    expected = UNEVEN[name](x, table, ids, AxisHandle(""))
+    (expected * torch.arange(1, expected.numel() + 1, dtype=x.dtype).view(expected.shape)).sum().backward()
+    assert table.grad is not None
+    answers = ranks.run(of_uneven_shards, name, backend)
+    for got, _ in answers:
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in answers]), table.grad, rtol=1e-10, atol=1e-13)
 
 
 def test_half_precision_losses_are_float32() -> None:

@@ -96,6 +96,8 @@ class NamedFunction:
     """Whether it holds a padded copy of its first operand while it runs."""
     in_place: bool = False
     """Whether its backward makes the gradient in the storage of what it saved."""
+    uneven: bool = False
+    """Whether the shards of its ranks may have unequal sizes (`AxisHandle.span`)."""
 
     def fits(self, node: Node, shapes: tuple[Shape, ...]) -> bool:
         """Return whether the function can compute the node."""

@@ -33,6 +33,14 @@ class AxisHandle:
         each = x.shape[dim] // sum(self.shares)
         return x.narrow(dim, each * sum(self.shares[: self.coordinate]), each * self.shares[self.coordinate])
 
+    def span(self, local: int, like: torch.Tensor) -> tuple[int | torch.Tensor, int]:
+        """Return where this rank's `local` elements of a dimension begin that the axis shards, and how many all ranks have. The
+        first is as `place_in` says."""
+        if not self.shares:
+            return place_in(self.group_name, self.coordinate, like) * local, self.size * local
+        each = local // self.shares[self.coordinate]
+        return each * sum(self.shares[: self.coordinate]), each * sum(self.shares)
+
 
 def place_in(group: str, coordinate: int, like: torch.Tensor) -> torch.Tensor | int:
     """Return this rank's coordinate on the axis of a group, for tensors on the device of `like`. In compiled code it is known

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..device.axis import AxisHandle, place_in
+from ..device.axis import AxisHandle
 
 
 def full_precision(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def embedding_sharded(ids: torch.Tensor, weight: torch.Tensor, axis: AxisHandle,
     """Lookup in a table that is sharded by rows, ``weight[V / n, D]``: partial sums ``[..., D]``, zero where another rank has the
     row."""
     rows = weight.shape[0]
-    local = ids - place_in(axis.group_name, axis.coordinate, ids) * rows
+    local = ids - axis.span(rows, ids)[0]
     if axis.size == 1:
         return F.embedding(local, weight, padding_idx)
     elsewhere = (local < 0) | (local >= rows)

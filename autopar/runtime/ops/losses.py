@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..compat.autograd import apply, keeps_graph
 from ..compat.collectives import all_reduce, coordinate_in, wait_tensor
-from ..device.axis import AxisHandle, place_in
+from ..device.axis import AxisHandle
 from .functions import full_precision
 
 Place = tuple[str, int | Tensor, int]
-"""The name of the group of an axis, this rank's coordinate on it, and its size."""
-_WHOLE: Place = ("", 0, 1)
+"""The group of the axis that shards classes (empty: one rank has all), the first class of this rank, and the number of all."""
+_WHOLE = AxisHandle("")
 _NO_CLASS = -1
 """An index that no class has: nothing is ignored."""
 
@@ -42,20 +42,19 @@ def _softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of each token, and the softmax in the storage of `shifted`, logits less a number for each token; with the
     index of each target among this rank's classes, whether it is here, and whether it is one at all."""
-    group, coordinate, size = place
-    local = shifted.shape[-1]
+    group, first, classes = place
     valid = target != ignore
-    index = target - coordinate * local
+    index = target - first
     # alone, an index beyond the classes is torch's error
-    here = valid & (index >= 0) & (index < local) if size > 1 else valid
+    here = valid & (index >= 0) & (index < shifted.shape[-1]) if group else valid
     index = index.masked_fill(~here, 0).unsqueeze(-1)
     at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
     total = shifted.sum(-1) if smoothing else torch.zeros_like(at_target)
     exponentials = shifted.exp_()
     sums = torch.stack((exponentials.sum(-1), at_target, total))
-    if size > 1:
+    if group:
         sums = wait_tensor(all_reduce(sums, "sum", group))
-    losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing / (local * size) * sums[2]
+    losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing / classes * sums[2]
     return losses.masked_fill(~valid, 0.0), exponentials.div_(sums[0].unsqueeze(-1)), index, here, valid
 
 
@@ -67,18 +66,18 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         group: str,
-        coordinate: int | Tensor,
-        size: int,
+        first: int | Tensor,
+        classes: int,
         ignore: int,
         smoothing: float,
         logits: Tensor,
         target: Tensor,
     ) -> Tensor:
-        place = group, coordinate, size
         highest = wait_tensor(all_reduce(logits.detach().amax(-1), "max", group))
-        loss, softmax, index, here, valid = _softmax(logits - highest.unsqueeze(-1), target, ignore, smoothing, place)
+        place, shifted = (group, first, classes), logits - highest.unsqueeze(-1)
+        loss, softmax, index, here, valid = _softmax(shifted, target, ignore, smoothing, place)
         ctx.save_for_backward(softmax, index, here, valid)
-        ctx.smoothing, ctx.classes = smoothing, logits.shape[-1] * size
+        ctx.smoothing, ctx.classes = smoothing, classes
         return loss
 
     @staticmethod
@@ -100,7 +99,7 @@ def cross_entropy_sharded(
     """
     if axis.size == 1:
         return cross_entropy_sum(logits, target, ignore_index, label_smoothing)
-    place = (axis.group_name, place_in(axis.group_name, axis.coordinate, target), axis.size)
+    place = axis.group_name, *axis.span(logits.shape[-1], target)
     losses: Tensor = apply(_ShardedCrossEntropy, *place, ignore_index, label_smoothing, full_precision(logits), target)
     return losses.sum()
 
@@ -116,7 +115,7 @@ def token_log_probs_sharded(logits: Tensor, index: Tensor, axis: AxisHandle) -> 
     """Return `token_log_probs` of ``logits[..., V / n]`` that are sharded by classes: Invariant, as `cross_entropy_sharded`."""
     if axis.size == 1:
         return token_log_probs(logits, index)
-    place = (axis.group_name, place_in(axis.group_name, axis.coordinate, index), axis.size)
+    place = axis.group_name, *axis.span(logits.shape[-1], index)
     losses: Tensor = apply(_ShardedCrossEntropy, *place, _NO_CLASS, 0.0, full_precision(logits), index.squeeze(-1))
     return losses.neg().unsqueeze(-1).to(logits.dtype)
 
@@ -149,12 +148,12 @@ def logsumexp_sharded(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, a
 
 
 def _in_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, place: Place, options: tuple[int, float, int],
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, axis: AxisHandle, options: tuple[int, float, int],
     wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the loss and the gradients of those of x, weight and bias that are `wanted`, computed chunk by chunk, while the
     chunk's logits are there."""
-    group, _, size = place
+    place = group, _, classes = axis.group_name, *axis.span(weight.shape[0], target)
     ignore, smoothing, chunk = options
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     of_rows = rows.new_empty(rows.shape) if wanted[0] else None
@@ -165,14 +164,14 @@ def _in_chunks(
         part = rows[start : start + chunk]
         logits = full_precision(F.linear(part, weight, bias))
         highest = logits.amax(-1)
-        if size > 1:
+        if group:
             highest = wait_tensor(all_reduce(highest, "max", group))
         result = _softmax(logits.sub_(highest.unsqueeze(-1)), targets[start : start + chunk], ignore, smoothing, place)
         loss, softmax, index, here, valid = result
         parts.append(loss.sum())
         if any(wanted):
             if smoothing:
-                softmax.sub_(smoothing / (softmax.shape[-1] * size))
+                softmax.sub_(smoothing / classes)
             softmax.mul_(valid.unsqueeze(-1))
             hit = here.unsqueeze(-1).to(softmax.dtype).mul_(smoothing - 1)
             gradient = softmax.scatter_add_(-1, index, hit).to(weight.dtype)
@@ -191,11 +190,11 @@ def _in_chunks(
 @torch.library.custom_op("autopar::linear_cross_entropy", mutates_args=())
 def _traced_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, wanted: Sequence[bool], *, group: str, size: int,
-    ignore: int, smoothing: float, chunk: int,
+    shares: Sequence[int], ignore: int, smoothing: float, chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """Return `_in_chunks`; compiled code calls it as it is, however many chunks there are."""
-    place = (group, coordinate_in(group), size) if size > 1 else _WHOLE
-    return _in_chunks(x, weight, bias, target, place, (ignore, smoothing, chunk), wanted)
+    axis = AxisHandle("", size, coordinate_in(group), group, tuple(shares)) if group else _WHOLE
+    return _in_chunks(x, weight, bias, target, axis, (ignore, smoothing, chunk), wanted)
 
 
 @_traced_chunks.register_fake
@@ -211,7 +210,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        place: Place,
+        axis: AxisHandle,
         options: tuple[int, float, int],
         wanted: tuple[bool, bool, bool],
         x: Tensor,
@@ -221,10 +220,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         results: list[Tensor]
         if torch.compiler.is_compiling():
-            named = dict(zip(("group", "size", "ignore", "smoothing", "chunk"), (place[0], place[2], *options), strict=True))
-            results = _traced_chunks(x, weight, bias, target, wanted, **named)
+            named = dict(zip(("ignore", "smoothing", "chunk"), options, strict=True))
+            of_axis = {"group": axis.group_name, "size": axis.size, "shares": axis.shares}
+            results = _traced_chunks(x, weight, bias, target, wanted, **of_axis, **named)
         else:
-            results = _in_chunks(x, weight, bias, target, place, options, wanted)
+            results = _in_chunks(x, weight, bias, target, axis, options, wanted)
         loss, gradients = results[0], iter(results[1:])
         ctx.save_for_backward(*(next(gradients) if want else None for want in wanted))
         return loss
@@ -239,7 +239,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
-    label_smoothing: float, chunk_tokens: int, place: Place = _WHOLE,
+    label_smoothing: float, chunk_tokens: int, axis: AxisHandle = _WHOLE,
 ) -> Tensor:  # fmt: skip
     """Return ``cross_entropy_sum(F.linear(x, weight, bias), target)`` without whole logits: of `chunk_tokens` at a time.
 
@@ -248,7 +248,7 @@ def linear_cross_entropy_sum(
     trains = torch.is_grad_enabled()
     wanted = (trains and x.requires_grad, trains and weight.requires_grad, trains and bias is not None and bias.requires_grad)
     options = (ignore_index, label_smoothing, chunk_tokens)
-    return apply(_ChunkedCrossEntropy, place, options, wanted, x, weight, bias, target)  # type: ignore[no-any-return]
+    return apply(_ChunkedCrossEntropy, axis, options, wanted, x, weight, bias, target)  # type: ignore[no-any-return]
 
 
 def linear_cross_entropy_sharded(
@@ -257,5 +257,4 @@ def linear_cross_entropy_sharded(
 ) -> Tensor:  # fmt: skip
     """Return `linear_cross_entropy_sum` of ``weight[V / n, D]``, sharded by classes: equal on all ranks of the axis, with two
     all-reduces a chunk. The gradient of `x` is this rank's part of the sum."""
-    place = (axis.group_name, axis.coordinate, axis.size) if axis.size > 1 else _WHOLE
-    return linear_cross_entropy_sum(x, weight, bias, target, ignore_index, label_smoothing, chunk_tokens, place)
+    return linear_cross_entropy_sum(x, weight, bias, target, ignore_index, label_smoothing, chunk_tokens, axis)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,29 @@ class Contrastive(nn.Module):
             + (scores**2).mean()
             + self.left(a).std(0).mean()
         )
+
+
+class OfTheBatch(nn.Module):
+    """Examples that are the classes of a loss (CLIP), the rows of a table, and the positions of causal attention."""
+
+    def __init__(self, attention: bool) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Linear(8, 12, bias=False) for _ in range(2))  # that of keys has no gradient
+        self.attention = attention
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        left, right = self.left(a), self.right(b)
+        if self.attention:
+            return nn.functional.scaled_dot_product_attention(
+                left[None, None], right[None, None], a[None, None], is_causal=True
+            ).sum()
+        scores, own = left @ right.T, torch.arange(a.shape[0], device=a.device)
+        losses = (nn.functional.cross_entropy(each, own, label_smoothing=0.1) for each in (scores, scores.T))
+        return (
+            sum(losses)
+            - (scores.T * 2).log_softmax(-1).gather(-1, own[:, None]).mean()
+            + nn.functional.embedding(own, left).std()
+        )  # type: ignore[no-any-return]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -157,6 +181,11 @@ def contrastive(degrees: str) -> None:
     trains(degrees, Contrastive, pairs)
 
 
+def of_the_batch(degrees: str) -> None:
+    trains(degrees, partial(OfTheBatch, False), pairs)
+    trains(degrees, partial(OfTheBatch, True), pairs, uneven=False)
+
+
 def mixture_of_experts(degrees: str) -> None:
     trains(degrees, RoutedMlp, routed)
 
@@ -223,7 +252,7 @@ FORCES = [
     *(pytest.param(force, marks=pytest.mark.slow) for force in ("dp=2,tp=2,zero=0", "dp=4,zero=3", "dp=4,zero=1")),
 ]
 CHECKS = [
-    *(language_model, batch_norm, losses_outside, mixture_of_experts),
+    *(language_model, batch_norm, losses_outside, mixture_of_experts, of_the_batch),
     *(
         pytest.param(check, marks=pytest.mark.slow)
         for check in (contrastive, recomputed, whole_where_it_must, evaluated_and_compiled)
@@ -235,6 +264,11 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_ragged_batches(check: Any, force: str, ranks: RankPool) -> None:
     ranks.run(check, force)
+
+
+def test_examples_that_are_classes(ranks: RankPool) -> None:
+    """A rank took its own number of examples for that of all others, and so the wrong example for a label's."""
+    ranks.run(of_the_batch, "dp=4,zero=3")
 
 
 @pytest.mark.slow
