@@ -133,7 +133,7 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         if not any(has_batch(dim) for name in read for dim in values[name].shape):  # spectral norm: no statistics of the batch
             raise PlanError(
                 f"{block.name} updates the buffer {written} once a forward, which would be once a micro-batch "
-                f"({_place(maker) or 'the model'}): it takes one micro-batch"
+                f"({_place(maker) or 'the model'}; a training loop can count instead): it takes one micro-batch"
             )
         raise PlanError(
             f"{block.name} writes statistics of the whole batch into {written} ({_place(maker) or 'batch norm'}; nn.GroupNorm, "

@@ -14,11 +14,13 @@ from autopar.ir.graph import Block, Call, Graph, batch_input, lacks_batch
 
 def live_values(block: Block) -> tuple[tuple[str, ...], ...]:
     """Return for each place between nodes (before node 1, 2, ...), the values that are live: produced before it, and read after
-    it or results of the block."""
+    it or results of the block. The part that makes what is written into a buffer writes it, so that this is live as long as the
+    buffer is read: what reads it later would read the new value."""
     last: dict[str, int] = {}
     for index, node in enumerate(block.nodes):
         last.update(dict.fromkeys(node.operands(), index))
-    last.update(dict.fromkeys((*block.outputs, *(value for _, value in block.updates)), len(block.nodes)))
+    last.update({value: max(last.get(value, -1), last.get(buffer, -1)) for buffer, value in block.updates})
+    last.update(dict.fromkeys(block.outputs, len(block.nodes)))
     made: list[str] = []
     out = []
     for index, node in enumerate(block.nodes[:-1], 1):

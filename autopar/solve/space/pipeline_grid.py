@@ -139,8 +139,10 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
     if cluster.size % stages:
         raise PlanError(f"pp={stages} does not divide the {cluster.size} devices of {cluster.name}: force a divisor")
     if chunks > len(graph.calls):
+        written = min(graph.updated_buffers(), default="")
+        where = f" (none ends between the write of the buffer {written} and what reads it)" if written else ""
         raise PlanError(
-            f"{graph.name} has {len(graph.calls)} blocks, pp={stages} with {chunks // stages} chunks a stage needs {chunks}: "
+            f"{graph.name} has {len(graph.calls)} blocks{where}, pp={stages} with {chunks // stages} chunks a stage needs {chunks}: "
             "take fewer stages"
         )
 

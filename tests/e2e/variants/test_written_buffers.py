@@ -19,7 +19,7 @@ from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import overwritten_values
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.ir.plan import Precision
 
 
@@ -218,3 +218,45 @@ def test_old_values_are_not_recomputed() -> None:
     whole = replace(plain, blocks=tuple(replace(block, recompute=True) for block in plain.blocks))
     with pytest.raises(PlanError, match="the backward uses now as 'R', which is not saved"):
         evaluate(graph, whole, Cluster.parse("local:2"))
+
+
+class Counting(nn.Module):
+    """Equal layers, and a counter; with `late` the loss reads what it was before."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.layers, self.late = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), late
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.steps
+        if self.training:
+            self.steps = self.steps + 1
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean() * (before if self.late else 1)
+
+
+def count_in_a_pipeline() -> None:
+    torch.manual_seed(0)
+    plain = Counting(late=False).double()
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (batch(0),), force="pp=2,micro=8", cache=False)
+    for seed in range(2):
+        for model in (parallel, plain):
+            model(batch(seed)).backward()
+        same_gradients(parallel, plain)
+    parallel.eval()
+    plain.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(batch(2)), plain(batch(2)), rtol=1e-9, atol=1e-11)
+    same_state(parallel, plain)
+    assert plain.steps == 2
+
+
+def test_counters_do_not_keep_pipelines_away(ranks: RankPool) -> None:
+    """The write of a counter kept every cut away: the model had one block, and no pipeline."""
+    ranks.run(count_in_a_pipeline, world=2)
+    with pytest.raises(AutoparError, match=r"updates the buffer steps once a forward.*a training loop can count instead.*pp=1"):
+        autopar.plan(Counting(late=False).double(), "local:2", (batch(0),), force="pp=2,micro=2", cache=False)
+    with pytest.raises(PlanError, match=r"has 1 blocks \(none ends between the write of the buffer steps and what reads it\)"):
+        autopar.plan(Counting(late=True).double(), "local:2", (batch(0),), force="pp=2,micro=8", cache=False)
