@@ -177,7 +177,7 @@ class ShardedModule(TreeNode):
                 empty = {name: torch.empty(spec.shape, device="meta") for name, spec in specs if spec.buffer}
                 source = self.plain.canonical(source, empty | self.state.buffers)
             elif isinstance(source, Mapping):
-                given = {name: source[key] for key, name in self.state.tied.items() if key in source and name not in source}
+                given = {name: source[key] for key, name in self.state.tied.items() if key in source}
                 source = {**source, **given} if given else source
             self.state.load_full(source, source.keys() if part and isinstance(source, Mapping) else None)
 

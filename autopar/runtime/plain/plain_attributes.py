@@ -103,8 +103,10 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     if tensor is None:  # the bias of a layer without one
         return None
     if isinstance(tensor, torch.Tensor):
+        path = node.__dict__["assignments"].paths.get(id(node), "")
         raise AttributeProblem(
-            f"{type(skeleton).__name__}.{name} is used by no forward, and not on the parallel model: parallel.full_state() has it"
+            f"{path}{'.' if path else ''}{name} is used by no forward, and not on the parallel model: parallel.full_state() has "
+            "it, and what initialises it (apply) is called on the plain model before autopar.parallelize"
         )
     if name.startswith("_") and isinstance(value := skeleton.__dict__.get(name, _MISSING), LEAVES):
         return value

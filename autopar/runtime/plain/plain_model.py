@@ -94,19 +94,22 @@ class PlainModel:
         return {key: every[name] for key, name in self.names.items()} | self.extra
 
     def canonical(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """A state dict of the plain model by first names. Buffers that are in no state dict keep their values."""
+        """A state dict of the plain model by first names; of tied ones the last has the values, as where torch loads it. Buffers
+        that are in no state dict keep their values."""
         saved = set(self.names.values())
         out = {name: buffer for name, buffer in buffers.items() if name not in saved} | dict(state)
         for key, name in self.names.items():
             if key in state:
-                out.setdefault(name, state[key])
+                out[name] = state[key]
         return out
 
     def load_unused(self, state: Mapping[str, Any]) -> None:
-        """Take over what the program does not have."""
+        """Take over what the program does not have, in the dtypes of the model."""
         for key, name in self.names.items():
-            if name in self.unused and key in state:
-                self.unused[name] = state[key].detach().clone()
+            if (held := self.unused.get(name)) is not None and key in state:
+                if state[key].shape != held.shape:
+                    raise StateError(f"{key} has shape {tuple(state[key].shape)} but the model's has {tuple(held.shape)}")
+                self.unused[name] = state[key].detach().to(held, copy=True)
         self.extra |= {key: state[key] for key in self.extra if key in state}
 
     def unfit_keys(self, state: Mapping[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
