@@ -142,8 +142,8 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
         written = min(graph.updated_buffers(), default="")
         where = f" (none ends between the write of the buffer {written} and what reads it)" if written else ""
         raise PlanError(
-            f"{graph.name} has {len(graph.calls)} blocks{where}, pp={stages} with {chunks // stages} chunks a stage needs {chunks}: "
-            "take fewer stages"
+            f"{graph.name} has {len(graph.calls)} blocks{where}, pp={stages} with {chunks // stages} chunks a stage needs "
+            f"{chunks}: take fewer stages"
         )
 
 
