@@ -129,7 +129,6 @@ def test_containers_answer_as_those_of_the_plain_model(ranks: RankPool) -> None:
     assert ranks.run(differences, world=1) == [[]]
 
 
-<<<<<<< HEAD
 class Seeing(nn.Linear):
     """Has an entry of its own in the state dict."""
 
@@ -151,7 +150,8 @@ def extra_states() -> list[int]:
 
 def test_a_copy_has_extra_state_of_its_own(ranks: RankPool) -> None:
     assert ranks.run(extra_states, world=1) == [[1, 7]]
-=======
+
+
 class Tied(Stack):
     """With a weight that has two names, and a buffer and parameters that the forward does not use."""
 
@@ -185,7 +185,6 @@ def other_states() -> None:
 def test_states_are_loaded_as_by_one_process(ranks: RankPool) -> None:
     """What the forward does not use took the dtype of the state, and of tied names the first had the values, not the last."""
     ranks.run(other_states, world=1)
->>>>>>> 48cda8f7 (States are loaded as torch does: dtypes of what no forward reads, and the last value of a tied weight; a refusal names the module)
 
 
 class Counting(Stack):
