@@ -24,6 +24,7 @@ from autopar.operations.notation.spelling import OperationCall, function, method
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import FIRST, elementwise_rule
 
+DETACH = "aten.detach"
 RESHAPE, SLICE, SPLIT = "aten.reshape", "aten.slice.Tensor", "aten.split.Tensor"
 COMPLEX_VIEW, REAL_VIEW = "aten.view_as_complex", "aten.view_as_real"
 RESHAPES = (RESHAPE, "aten.view", "aten._unsafe_view")
@@ -219,7 +220,7 @@ OPERATIONS = (
     ),
     Operation("aten.unbind", select_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method),
     Operation("aten.narrow", view=True, slices=True, spelling=method),
-    Operation("aten.detach", elementwise_rule, view=True, spelling=method),
+    Operation(DETACH, elementwise_rule, view=True, spelling=method),
     Operation("aten.alias", elementwise_rule, FIRST, view=True),
     *several(Operation("aten", view=True, spelling=method), "expand_as flatten unflatten"),
     *several(Operation("aten", view=True), "view _unsafe_view numpy_T view_as swapaxes movedim tensor_split"),

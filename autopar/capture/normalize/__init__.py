@@ -13,11 +13,22 @@ from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indic
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
 from autopar.capture.normalize.mathematics import real_products, written_out
 from autopar.capture.normalize.random import random_numbers
-from autopar.capture.normalize.simplify import broadcasts, casts, equal_casts, factories, group_norms, no_ops, reshapes, squeezes
+from autopar.capture.normalize.simplify import (
+    broadcasts,
+    casts,
+    detaches,
+    equal_casts,
+    factories,
+    group_norms,
+    no_ops,
+    reshapes,
+    squeezes,
+)
 from autopar.capture.normalize.unflatten import unflatten
 from autopar.capture.normalize.writes import buffers_as_they_were, copies, filled, result_copies
 
 REWRITES = (
+    detaches,
     casts,
     equal_casts,
     copies,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_rewrite, rewrite_nodes, size_args
 from autopar.ir.graph import DType, Node, Ref, Value
 from autopar.operations.pointwise import CAST
+from autopar.operations.views import DETACH
 
 _RESHAPES = (
     "aten.view",
@@ -20,6 +21,27 @@ _COPIES = ("aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.contiguous"
 _NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
 _DROPOUT = ("aten.native_dropout", "aten.dropout", "ap.dropout")
 _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "aten.to.dtype", "aten.squeeze.dims", "aten.pad")
+
+
+def detaches(flat: FlatGraph) -> FlatGraph:
+    """What ``torch.no_grad()`` computes of values with gradients is detached where it is read outside. Other rewrites may then
+    leave out or join the operations inside: no gradient gets through them."""
+    values = flat.values()
+    ends = set[str]()
+    for node in flat.nodes:
+        if node.no_grad and any(name in ends or values[name].differentiable for name in node.operands()):
+            ends.update(value.name for value in node.outputs if value.dtype.lstrip("b").startswith(("float", "complex")))
+    outside = {name for node in flat.nodes if not node.no_grad for name in node.operands()} & ends
+
+    def step(node: Node) -> Rewritten | None:
+        names = {value.name: f"{value.name}_detached" for value in node.outputs if value.name in outside}
+        after = (
+            replace(node, op=DETACH, args=(Ref(old),), kwargs=(), outputs=(replace(values[old], name=new),), no_grad=False)
+            for old, new in names.items()
+        )
+        return (node, *after), names
+
+    return rewrite_nodes(flat, step) if outside else flat
 
 
 @node_rewrite

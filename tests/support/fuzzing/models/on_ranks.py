@@ -18,13 +18,15 @@ RATE, STEPS = 0.05, 2
 
 class Case(NamedTuple):
     """A program to run: its text, the initial state and the inputs by name, the inputs among them that are random draws, and the
-    form of the result. (What was captured in evaluation runs as a program in training.)"""
+    form of the result. (What was captured in evaluation runs as a program in training.) `uneven`: the program of
+    calls whose inputs data ranks have uneven shards of; `text` is then that of the plan."""
 
     text: str
     state: Tensors
     inputs: Tensors
     given: tuple[str, ...]
     form: Any
+    uneven: str = ""
 
 
 class Steps(NamedTuple):
@@ -100,7 +102,9 @@ def run_case(case: Case, heartbeat: Any, keeper: _Keeper) -> Steps:
     """On a rank. All programs of a run have one heartbeat, since each has threads and a connection of its own."""
     from autopar.program.load import load_program
     from autopar.runtime.parallel import Parallel
+    from autopar.runtime.state.lend import lend_state
     from autopar.runtime.step.inputs import NamedBatch
+    from autopar.runtime.variants import Variant
 
     program: Any = load_program(case.text).Program
     program.input_shapes = {name: shape for name, shape in program.input_shapes.items() if name not in case.given}
@@ -108,6 +112,11 @@ def run_case(case: Case, heartbeat: Any, keeper: _Keeper) -> Steps:
     parallel = Parallel(program(mesh), case.state, form=case.form, check_every=1, heartbeat=heartbeat)
     heartbeat.stop_with(keeper)
     inputs = {name: tensor.clone() for name, tensor in case.inputs.items()}
+    if case.uneven:  # as `Variants` runs it
+        mesh = mesh.for_variant(False, len(next(iter(inputs.values()))))
+        other: Any = load_program(case.uneven).Program(mesh)
+        lend_state(other, parallel.program, parallel.state)
+        parallel.calls.first = Variant(other, case.form, parallel.state)
     return two_steps(parallel, lambda: parallel(NamedBatch(inputs)))
 
 

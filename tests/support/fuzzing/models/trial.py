@@ -6,7 +6,7 @@ import copy
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -128,12 +128,37 @@ def _prepare(trial: Trial, folder: str, draw: Random, free: bool, graphs: dict[s
         graph, candidate, given = with_draws(graph, candidate, match_draws(graph, draws))
     trial.stage = "program"
     text = program_text(graph, candidate)
+    uneven = "" if draws else _uneven_program(trial, graph, candidate)
+    written = trial.written
     state = graph_state(graph, model)
     form = graph.interface.returns if graph.interface else None
     named = {each.name for each in graph.inputs}
     inputs = {name: tensor for name, tensor in {**written.inputs, **given}.items() if name in named}
-    trial.case = Case(text, state, inputs, tuple(given), form)
+    trial.case = Case(text, state, inputs, tuple(given), form, uneven)
     trial.stage = "run"
+
+
+def _uneven_program(trial: Trial, graph: Graph, candidate: Candidate) -> str:
+    """The program of every second trial, which takes one example less, so that data ranks have uneven shards; empty where the
+    model or its plan cannot."""
+    ranks, batch, written = candidate.mesh.size_of("dp"), graph.batch - 1, trial.written
+    assert written is not None and trial.model is not None
+    if trial.seed % 2 or not graph.batch_is_symbolic or candidate.micro_batches > 1 or not batch % ranks or batch <= ranks:
+        return ""
+    if any(x.shape[:1] != (graph.batch,) for x in written.inputs.values()):
+        return ""
+    less = replace(written, inputs={name: x[:batch] for name, x in written.inputs.items()})
+    try:
+        trial.expected, _ = single(copy.deepcopy(trial.model), less)
+    except (RuntimeError, ValueError, IndexError):  # a model of its batch alone
+        return ""
+    try:
+        text = program_text(replace(graph, batch=batch), replace(candidate, batch=batch), uneven=True)
+    except AutoparError:
+        trial.expected, _ = single(copy.deepcopy(trial.model), written)
+        return ""
+    trial.written = less
+    return text
 
 
 def single(model: nn.Module, written: Written) -> tuple[Steps, Sequence[Draw]]:
