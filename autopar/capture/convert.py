@@ -219,7 +219,7 @@ class _Converter:
             if arg in self.names:
                 return Ref(self.names[arg])
             size = arg.meta.get("val")
-            if not isinstance(size, (torch.SymInt, torch.SymFloat, int, float)):
+            if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
                 raise CaptureError(f"{source_line(arg)}: a value of type {type(size).__name__} cannot be captured")
             arg = size
         if isinstance(arg, torch.SymFloat):
@@ -230,6 +230,9 @@ class _Converter:
             return DType(str(arg).removeprefix("torch."))
         if isinstance(arg, torch.SymInt):
             return size_argument(self.dim(arg))
+        if isinstance(arg, torch.SymBool):
+            where = source_place(self.current) if self.current is not None else ""
+            raise BatchIsDivided(f"{where or 'the model'}: the truth value of a size is an operand")
         if arg is None or isinstance(arg, (bool, int, float, str)):
             return arg
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):

@@ -40,6 +40,13 @@ QUESTIONS: dict[str, Ask] = {
     "the smaller": lambda x: min(x.shape[0], 6) == 6,
     "several": lambda x: 2 < x.shape[0] <= 9,
     "one of": lambda x: x.shape[0] in (3, 8),
+    "a truth as a number": lambda x: int(x.shape[0] > 6) + (x.shape[0] > 4) * 1.5 > 1,
+    "the larger of floats": lambda x: max(1 / x.shape[0], 0.15) > 0.16,
+    "the smaller of floats": lambda x: min(x.shape[0] / 4, 1.7) < 1.7,
+    "a text": lambda x: str(x.shape[0]) == "8",
+    "a text of a shape": lambda x: f"{x.shape}" == "torch.Size([8, 4])",
+    "a text of a float": lambda x: repr(1 / x.shape[0]) == "0.125",
+    "a type": lambda x: isinstance(x.shape[0], int) and isinstance(x.shape[0] / 2, float) and x.shape[0] > 4,
 }
 
 

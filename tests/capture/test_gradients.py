@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,3 +175,44 @@ class ViewBeforeWrite(nn.Module):
 def test_gradient_of_a_view_after_two_writes() -> None:
     torch.manual_seed(0)
     check_gradients(ViewBeforeWrite().double(), {"x": torch.rand(4, 4, 8, dtype=torch.float64)})
+
+
+def mean_of_a_number(h: Tensor) -> Tensor:
+    total = h.sum()
+    with torch.no_grad():
+        mean = total.mean()
+    return (total - mean) * h.mean()
+
+
+def view_of_a_view(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = h.view(-1, 2, 4)
+    return (h * view.reshape(-1, 8)).sum()
+
+
+def whole_write(h: Tensor) -> Tensor:
+    values = torch.zeros_like(h)
+    with torch.no_grad():
+        values[:] = h
+    return (h * values).sum()
+
+
+def statistics(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean, variance = h.mean(-1, keepdim=True), h.var(-1, keepdim=True, unbiased=False)
+    return ((h - mean) * torch.rsqrt(variance + 1e-5)).square().sum()
+
+
+class Under(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.linear = body, nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x))
+
+
+@pytest.mark.parametrize("body", [mean_of_a_number, view_of_a_view, whole_write, statistics])
+def test_no_gradient_gets_through_what_a_rewrite_leaves_out(body: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check_gradients(Under(body).double(), {"x": torch.randn(4, 6, dtype=torch.float64)})

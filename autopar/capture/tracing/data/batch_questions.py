@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import nn
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
@@ -22,6 +24,8 @@ from autopar.ir.dims import BATCH, as_dim, parse_size
 from autopar.ir.interface import BatchCondition
 from autopar.runtime.compat.hooks import replaced
 
+_ARITHMETIC = ("/torch/fx/experimental/sym_node.py", "/torch/_export/non_strict_utils.py")
+"""Files of torch with operators of sizes, and with ``max`` and ``min``. Seen on 2.13.0."""
 _SIGNS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Lt: "<", sympy.Le: "<=", sympy.Gt: ">", sympy.Ge: ">="}
 
 
@@ -39,11 +43,19 @@ class Question(NamedTuple):
 
 @contextmanager
 def batch_questions() -> Iterator[list[Question]]:
-    """While active, yields what is asked of sizes that are symbols, in code that is not torch's; and what floats of them were
-    where an operation takes numbers alone (``F.layer_norm(x, shape, eps=1 / x.shape[0])``)."""
-    usual: Any = torch.SymBool.__bool__
+    """While active, yields what is asked of sizes that are symbols, in code that is not torch's: truth values, also as numbers
+    (``1 + (x.shape[0] > 4)``); and what sizes were as texts (``str(x.shape[0])``), and floats of them where an operation takes
+    numbers alone (``F.layer_norm(x, shape, eps=1 / x.shape[0])``)."""
+    truth: Any = torch.SymBool.__bool__
     number: Any = SymNode.guard_float
+    texts: dict[type, Any] = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat)}
     found: list[Question] = []
+
+    def ask(condition: Any) -> bool:
+        answer: bool = truth(condition)
+        if _is_asked_by_user(sys._getframe(1)) and not free_unbacked_symbols(condition):  # of data: `checks`
+            found.append(Question(condition.node.expr, answer))
+        return answer
 
     def take(node: Any, *where: Any) -> float:
         value: float = number(node, *where)
@@ -51,14 +63,43 @@ def batch_questions() -> Iterator[list[Question]]:
             found.append(Question(sympy.Eq(node.expr, value), True))
         return value
 
-    def ask(condition: Any) -> bool:
-        answer: bool = usual(condition)
-        if is_users(sys._getframe(1).f_code.co_filename) and not free_unbacked_symbols(condition):  # of data: `checks`
-            found.append(Question(condition.node.expr, answer))
-        return answer
+    def write(size: Any) -> str:
+        if not _is_asked_by_user(sys._getframe(1)) or free_unbacked_symbols(size) or not size.node.expr.free_symbols:
+            usual: str = texts[type(size)](size)
+            return usual
+        found.append(Question(sympy.Eq(size.node.expr, size.node.hint), True))
+        return repr(size.node.hint)
 
-    with replaced(torch.SymBool, "__bool__", ask), replaced(SymNode, "guard_float", take):
+    with ExitStack() as hooks:
+        hooks.enter_context(replaced(torch.SymBool, "__bool__", ask))
+        hooks.enter_context(replaced(torch.SymBool, "__int__", lambda condition: int(ask(condition))))
+        hooks.enter_context(replaced(SymNode, "guard_float", take))
+        for kind in texts:
+            hooks.enter_context(replaced(kind, "__repr__", write))
         yield found
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    """Return whether a frame is the user's, or torch's that does for it what Python does with plain numbers."""
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith(_ARITHMETIC)):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+@contextmanager
+def sizes_are_numbers(model: nn.Module) -> Iterator[None]:
+    """Let ``isinstance(x.shape[0], int)`` be true where the size is a symbol, in the modules of the classes of `model`."""
+    plain: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+
+    def ask(value: Any, kinds: Any) -> bool:
+        return isinstance(value, kinds) or (type(value) in plain and isinstance(plain[type(value)], kinds))
+
+    modules = {sys.modules.get(kind.__module__) for each in model.modules() for kind in type(each).__mro__}
+    with ExitStack() as hooks:
+        for module in modules - {None}:
+            if is_users(getattr(module, "__file__", None) or "<"):
+                hooks.enter_context(replaced(module, "isinstance", ask))
+        yield
 
 
 def batch_conditions(questions: tuple[Question, ...], lengths: Mapping[Any, int], batch: int) -> tuple[BatchCondition, ...]:
