@@ -84,11 +84,28 @@ class Refusals(TorchFunctionMode):
             raise CaptureError(f"{user_line()}: {remedy}")
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # export ends the process where .data of a parameter is written
+        if func == torch.Tensor.fill_diagonal_:
+            return _fill_diagonal(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         asks = self.outlined and func == torch.Tensor.requires_grad.__get__ and user_asks()  # type: ignore[attr-defined]
         if asks and not result and torch.is_grad_enabled() and args[0].is_floating_point() and type(args[0]) is not nn.Parameter:
             raise CannotOutline(f"{user_line()}: not known whether a tensor requires a gradient")
         return result
+
+
+def _fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """Return ``x.fill_diagonal_(...)``, whose functional form torch writes without a derivative."""
+    places = [
+        torch.arange(size, device=x.device).reshape([-1 if dim == own else 1 for dim in range(x.dim())])
+        for own, size in enumerate(x.shape)
+    ]
+    if wrap and x.dim() == 2 and x.shape[0] > x.shape[1]:
+        mask = (places[0] - places[1]) % (x.shape[1] + 1) == 0
+    else:
+        mask = places[0] == places[1]
+        for place in places[2:]:
+            mask = mask & (places[0] == place)
+    return x.masked_fill_(mask, fill_value)
 
 
 def refuse_random(op: str, node: fx.Node, where: str) -> None:
