@@ -25,6 +25,7 @@ from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
 from autopar.capture.tracing.data.checks import drop_checks
 from autopar.capture.tracing.decomposition.nodes import Table, decomposed_graph
+from autopar.capture.tracing.decomposition.unseen_writes import keep_gradients
 from autopar.capture.tracing.decomposition.writes import NotLocal
 from autopar.capture.tracing.guards import NO_GRAD_MARK
 
@@ -69,6 +70,7 @@ def decompositions(graph: fx.Graph) -> dict[Any, Callable[..., Any]]:
 def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm: bool) -> ExportedProgram:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
     _fuse_nll_losses(program)
+    keep_gradients(program)
     table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets()}
     try:
         if torch.is_autocast_enabled(device.type):
