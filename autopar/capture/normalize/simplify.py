@@ -24,8 +24,8 @@ _VIEWS = ("aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.permute", "a
 
 
 def detaches(flat: FlatGraph) -> FlatGraph:
-    """What ``torch.no_grad()`` computes of values with gradients is detached where it is read outside. Other rewrites may then
-    leave out or join the operations inside: no gradient gets through them."""
+    """Detach what ``torch.no_grad()`` computes of values with gradients, where it is read outside. Other rewrites may then leave
+    out or join the operations inside: no gradient gets through them."""
     values = flat.values()
     ends = set[str]()
     for node in flat.nodes:
