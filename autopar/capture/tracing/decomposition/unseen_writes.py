@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_batchedtensor
 from torch.export import ExportedProgram
 
 from autopar.capture.tracing.guards import NO_GRAD_MARK
@@ -179,7 +180,8 @@ def _written(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _storages(node: fx.Node) -> list[int]:
-    """Return the storages of a node's floating-point tensors."""
+    """Return the storages of a node's floating-point tensors; none inside of ``vmap``, where they have none."""
     val = _val(node)
     tensors = [each for each in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(each, torch.Tensor)]
-    return [each.untyped_storage()._cdata for each in tensors if each.is_floating_point() or each.is_complex()]
+    floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]
+    return [each.untyped_storage()._cdata for each in floats if not is_batchedtensor(each)]
