@@ -127,7 +127,7 @@ class BlockShapes:
         self.inputs = {value.name for value in flat.inputs}
         self.buffers = {source.name: source.value.name for source in flat.state_tensors if source.buffer}
         self._last_use = {name: index for index, node in enumerate(flat.nodes) for name in node.operands()}
-        self._last_use |= dict.fromkeys(flat.results, len(flat.nodes))
+        self._last_use |= dict.fromkeys((flat.loss, *(name for _, name in flat.outputs)), len(flat.nodes))
         self._blocks: dict[tuple[str, int, int], CanonicalBlock] = {}
 
     def of(self, span: Span) -> CanonicalBlock:
@@ -179,8 +179,8 @@ class BlockShapes:
 
     def _outputs(self, inside: Iterable[str], used_outside: set[str]) -> tuple[str, ...]:
         flat = self.flat
-        returned, written = {flat.loss, *(name for _, name in flat.outputs)}, {new for _, new in flat.updates}
-        outputs = [name for name in inside if name in used_outside and (name in returned or name not in written)]
+        written = {new for _, new in flat.updates}
+        outputs = [name for name in inside if name in used_outside]
         if flat.loss in self.inputs:
             outputs.append(flat.loss)
         if not outputs:  # a layer that only moves its running statistics: nothing reads what it returns

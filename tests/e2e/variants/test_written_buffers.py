@@ -260,3 +260,78 @@ def test_counters_do_not_keep_pipelines_away(ranks: RankPool) -> None:
         autopar.plan(Counting(late=False).double(), "local:2", (batch(0),), force="pp=2,micro=2", cache=False)
     with pytest.raises(PlanError, match=r"has 1 blocks \(none ends between the write of the buffer steps and what reads it\)"):
         autopar.plan(Counting(late=True).double(), "local:2", (batch(0),), force="pp=2,micro=8", cache=False)
+
+
+class Layer(nn.Module):
+    """A layer that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.linear(x))
+
+
+class Around(nn.Module):
+    """Equal layers between what is written and what reads it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.run, self.first = AROUND[name], nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.register_buffer("steps", torch.zeros(()))
+        for name in ("before", "now"):
+            self.register_buffer(name, torch.linspace(0.0, 1.0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def new_count(model: Around, x: Tensor) -> Tensor:
+    model.steps += 1
+    return model.through(x * model.steps).square().mean() * model.steps
+
+
+def new_average(model: Around, x: Tensor) -> Tensor:
+    model.now = 0.9 * model.now + x.mean(0)
+    return (model.through(x) - model.now).square().mean()
+
+
+def new_calls(model: Around, x: Tensor) -> Tensor:
+    return model.through(x).square().mean() * model.layers[0].calls
+
+
+AROUND: dict[str, Callable[[Around, Tensor], Tensor]] = {each.__name__: each for each in (new_count, new_average, new_calls)}
+
+
+def train_around_layers(degrees: str) -> None:
+    """On a rank: each model, for three steps and an evaluation."""
+    for name in AROUND:
+        torch.manual_seed(0)
+        plain = Around(name).double()
+        parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (batch(0),), force=degrees, cache=False)
+        for seed in range(3):
+            losses = [model(batch(seed)) for model in (parallel, plain)]
+            assert abs(losses[0].item() - losses[1].item()) < 1e-11, name
+            for loss in losses:
+                loss.backward()
+            same_gradients(parallel, plain)
+        with torch.no_grad():
+            found, expected = (model.eval()(batch(3)) for model in (parallel, plain))
+        assert abs(found.item() - expected.item()) < 1e-11, name
+        same_state(parallel, plain)
+
+
+@pytest.mark.parametrize("degrees", ["dp=2,zero=3", "tp=2,dp=1", "pp=2,micro=8"])
+def test_new_values_are_read_after_the_layers(degrees: str, ranks: RankPool) -> None:
+    """They ended in a KeyError there."""
+    ranks.run(train_around_layers, degrees, world=2, timeout=280)
