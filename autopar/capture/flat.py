@@ -9,7 +9,6 @@ from functools import cached_property, wraps
 
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Value, ancestors, size_argument, with_operands
-from autopar.operations.table import operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +105,6 @@ class Lookup:
     @cached_property
     def uses(self) -> dict[str, int]:
         return self._flat.uses()
-
-    @cached_property
-    def written(self) -> frozenset[str]:
-        """The buffers that the forward writes, as they are before, and what shares their memory."""
-        names = {buffer for buffer, _ in self._flat.updates}
-        found = {source.value.name for source in self._flat.state_tensors if source.name in names}
-        for node in self._flat.nodes:
-            if node.operands() and node.operands()[0] in found and operation(node.op).shares_storage:
-                found.update(each.name for each in node.outputs)
-        return frozenset(found)
 
 
 def node_rewrite(step: Callable[[Node, Lookup], Rewritten | None]) -> Callable[[FlatGraph], FlatGraph]:

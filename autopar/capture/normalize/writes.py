@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from autopar.capture.flat import FlatGraph, Lookup, Rewritten, node_like, node_rewrite, rename_operands, rewrite_nodes, size_args
 from autopar.ir.dims import Dim
 from autopar.ir.graph import DType, Node, Ref
 from autopar.operations.pointwise import CLONE
+from autopar.operations.table import operation
 
 _COMPLEX = ("complex64", "complex128")
 WrittenSlice = tuple[int, int, str]
@@ -111,35 +113,76 @@ def result_copies(flat: FlatGraph) -> FlatGraph:
 
 def buffers_as_they_were(flat: FlatGraph) -> FlatGraph:
     """Buffers that are written are copied where their old values are needed afterwards: by a backward (a queue of keys that the
-    loss reads, a mask that it computes again), and by another buffer (``self.before, self.now = self.now, y``). Each new value is
-    the result of an operation (``self.last.copy_(x)``)."""
-    graph = Lookup(flat)
-    copies: dict[str, str] = {}
-    reach: set[str] = set()  # what a backward may need
-    for node in reversed(flat.nodes):
-        if any(each.differentiable or each.name in reach for each in node.outputs):
-            reach.update(each.name for each in node.outputs)
-            reach.update(node.operands())
+    loss reads, a mask that it computes again), after the new value is made (``before = self.steps.clone(); self.steps += 1``,
+    whose block may end before the read), by an output, and by another buffer (``self.before, self.now = self.now, y``). Each new
+    value is the result of an operation (``self.last.copy_(x)``)."""
+    places, renamed = _Old(flat).copies()
+    values = flat.values()
+    copies = {name: f"{name}_as_it_was" for name in places}  # nobody's buffer, where `queue_before` may be one
+    modules = {name: buffer.rpartition(".")[0] for buffer, name in flat.updates}
+    at_node: dict[int, list[str]] = {}
+    for name, place in places.items():
+        at_node.setdefault(place, []).append(name)
+    nodes: list[Node] = []
+    for index, node in enumerate((*flat.nodes, None)):
+        for name in at_node.get(index, ()):
+            value = replace(values[name], name=copies[name], differentiable=False)
+            module = node.module if node is not None else modules.get(name, "")
+            nodes.append(Node(CLONE, (Ref(name),), (), (value,), module=module))
+        if node is not None:
+            nodes.append(rename_operands(node, {name: copies[name] for name in renamed.get(index, ())}))
+    last = {name: copies[name] for name in renamed.get(len(flat.nodes), ())}
+    updates, outputs = (tuple((key, last.get(name, name)) for key, name in pairs) for pairs in (flat.updates, flat.outputs))
+    return replace(flat, nodes=tuple(nodes), updates=updates, outputs=outputs)
 
-    def copied(name: str, module: str) -> list[Node]:
-        if name in copies:
-            return []
-        copies[name] = f"{name}_as_it_was"  # nobody's buffer, where `queue_before` may be one
-        value = replace(graph.values[name], name=copies[name], differentiable=False)
-        return [Node(CLONE, (Ref(name),), (), (value,), module=module)]
 
-    def step(node: Node) -> Rewritten | None:
-        old = [name for name in node.operands() if name in graph.written]
-        if not old or not any(each.name in reach for each in node.outputs):
-            return None
-        clones = [clone for name in old for clone in copied(name, node.module)]
-        return (*clones, rename_operands(node, {name: copies[name] for name in old})), {}
+class _Old:
+    """The reads of old values that read copies. A copy is made no later than the new value, whose block writes the buffer."""
 
-    flat = rewrite_nodes(flat, step)
-    nodes, updates = list(flat.nodes), []
-    for buffer, name in flat.updates:
-        if name not in graph.producers or name in graph.written:
-            nodes += copied(name, buffer.rpartition(".")[0])
-            name = copies[name]
-        updates.append((buffer, name))
-    return replace(flat, nodes=tuple(nodes), updates=tuple(updates))
+    def __init__(self, flat: FlatGraph) -> None:
+        self.nodes, self.outputs = flat.nodes, flat.outputs
+        self.origins = {value.name: index for index, node in enumerate(flat.nodes) for value in node.outputs}
+        names = {source.name: source.value.name for source in flat.state_tensors}
+        self.news = {names[buffer]: new for buffer, new in flat.updates}
+        self.reach: set[str] = set()  # what a backward may need
+        for node in reversed(flat.nodes):
+            if any(each.differentiable or each.name in self.reach for each in node.outputs):
+                self.reach.update(each.name for each in node.outputs)
+                self.reach.update(node.operands())
+
+    def copies(self) -> tuple[dict[str, int], dict[int, list[str]]]:
+        """The index of the node before which each copy is made, and by the index of a node those of its operands that are the
+        copies; new values of buffers and outputs are read after the last node."""
+        places, renamed = self._step({}, {})
+        while (better := self._step(places, renamed)) != (places, renamed):  # a copy may be a new value: it moves others ahead
+            places, renamed = better
+        return places, renamed
+
+    def _step(self, known: dict[str, int], before: dict[int, list[str]]) -> tuple[dict[str, int], dict[int, list[str]]]:
+        end = len(self.nodes)
+        as_copies = before.get(end, ())
+        written = {  # between two nodes where the new value is a copy
+            buffer: known[new] - 0.5 if new in as_copies else float(self.origins.get(new, end))
+            for buffer, new in self.news.items()
+        }
+        old = dict(written)
+        places: dict[str, int] = {}
+        renamed: dict[int, list[str]] = {}
+
+        def need(name: str, index: int) -> None:
+            places[name] = min(places.get(name, index), ceil(old.get(name, index)))
+            renamed.setdefault(index, []).append(name)
+
+        for index, node in enumerate(self.nodes):
+            operands = dict.fromkeys(name for name in node.operands() if name in old)
+            backward = any(each.name in self.reach for each in node.outputs)
+            late = [name for name in operands if backward or index > old[name]]
+            for name in late:
+                need(name, index)
+            first = next(iter(node.operands()), "")
+            if first in old and first not in late and operation(node.op).shares_storage:
+                old.update((each.name, old[first]) for each in node.outputs)
+        read = [new for new in self.news.values() if new not in self.origins or new in old]
+        for name in dict.fromkeys((*read, *(name for _, name in self.outputs if name in old))):
+            need(name, end)
+        return places, renamed

@@ -296,6 +296,42 @@ class Around(nn.Module):
         return x
 
 
+def old_count(model: Around, x: Tensor) -> Tensor:
+    old = model.steps.clone()
+    model.steps += 1
+    return model.through(x).square().mean() * (old + 1)
+
+
+def old_average(model: Around, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        old = model.now.clone()
+        model.now.mul_(0.9).add_(x.mean(0) * 0.1)
+    return (model.through(x) - old).square().mean()
+
+
+def old_average_of_copy(model: Around, x: Tensor) -> Tensor:
+    """The new value reads nothing of the old one."""
+    old = model.now[2:4] * 1
+    with torch.no_grad():
+        model.now.copy_(model.first(x).mean(0))
+    return (model.through(x)[:, 2:4] - old).square().mean()
+
+
+def old_calls(model: Around, x: Tensor) -> Tensor:
+    old = model.layers[1].calls * 1
+    return model.through(x).square().mean() * (old + 1)
+
+
+def shift(model: Around, x: Tensor) -> Tensor:
+    model.before, model.now = model.now, model.first(x).detach().mean(0)
+    return (model.through(x) - model.before + 2 * model.now).square().mean()
+
+
+def swap(model: Around, x: Tensor) -> Tensor:
+    model.before, model.now = model.now, model.before + x.mean(0)
+    return (model.through(x * model.now) - model.before + 2 * model.now).square().mean()
+
+
 def new_count(model: Around, x: Tensor) -> Tensor:
     model.steps += 1
     return model.through(x * model.steps).square().mean() * model.steps
@@ -310,7 +346,10 @@ def new_calls(model: Around, x: Tensor) -> Tensor:
     return model.through(x).square().mean() * model.layers[0].calls
 
 
-AROUND: dict[str, Callable[[Around, Tensor], Tensor]] = {each.__name__: each for each in (new_count, new_average, new_calls)}
+AROUND: dict[str, Callable[[Around, Tensor], Tensor]] = {
+    each.__name__: each
+    for each in (old_count, old_average, old_average_of_copy, old_calls, shift, swap, new_count, new_average, new_calls)
+}
 
 
 def train_around_layers(degrees: str) -> None:
@@ -332,6 +371,28 @@ def train_around_layers(degrees: str) -> None:
 
 
 @pytest.mark.parametrize("degrees", ["dp=2,zero=3", "tp=2,dp=1", "pp=2,micro=8"])
-def test_new_values_are_read_after_the_layers(degrees: str, ranks: RankPool) -> None:
-    """They ended in a KeyError there."""
+def test_old_and_new_values_are_read_after_the_layers(degrees: str, ranks: RankPool) -> None:
+    """The old value was the new one where a block after the layers read it, and a new one ended in a KeyError there."""
     ranks.run(train_around_layers, degrees, world=2, timeout=280)
+
+
+class Returning(nn.Module):
+    """A model that returns a row of a buffer, as it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("rows", torch.ones(2, 8, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        row = self.rows[1].clone()
+        self.rows = self.rows + 1
+        return self.linear(x).square().mean(), row
+
+
+def test_a_row_of_before_is_returned_as_a_copy() -> None:
+    graph = capture(Returning(), (torch.rand(8, 8),), {})
+    (block,) = graph.blocks
+    makers = {node.name: node for node in block.nodes}
+    returned = dict(zip(graph.calls[0].outputs, block.outputs, strict=True))[graph.outputs[-1].value]
+    assert makers[returned].op == "aten.clone"
