@@ -93,7 +93,7 @@ POSITIVE_UNARY = "acosh log log10 log1p log2 reciprocal rsqrt sqrt"
 UNIT_UNARY = "acos asin atanh logit"
 BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor atan2 copysign.Tensor eq.Tensor ge.Tensor gt.Tensor
 le.Tensor lt.Tensor ne.Tensor maximum minimum fmod.Tensor remainder.Tensor logical_and logical_or logical_xor
-rsub.Tensor div.Tensor_mode max.other min.other xlogy.Tensor pow.Tensor_Tensor"""
+rsub.Tensor hypot div.Tensor_mode max.other min.other xlogy.Tensor pow.Tensor_Tensor"""
 
 
 def single_operations() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:

@@ -45,7 +45,7 @@ linalg_matmul linalg_multi_dot softmin conj_physical
 """Packets that are decomposed where they are composite."""
 TABLED = """
 affine_grid_generator addr logaddexp logaddexp2 aminmax count_nonzero pixel_shuffle pixel_unshuffle channel_shuffle
-heaviside deg2rad rad2deg hypot frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
+heaviside deg2rad rad2deg frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
 narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag std_mean var_mean
 """
 """Packets that torch's table of decompositions takes apart, without loss of gradients."""
