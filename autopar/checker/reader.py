@@ -147,13 +147,14 @@ class Reader:
         if isinstance(node, ast.Subscript):  # x.shape[0]
             return self._size(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "float" and len(node.args) == 1:
-            return float(self.value(node.args[0]))
+            text = self.value(node.args[0])
+            return float(text if text in ("inf", "-inf", "nan") else self._number(node.args[0]))
         raise refuse(node, f"{ast.unparse(node)[:60]} is no argument of a program")
 
     def _number(self, node: ast.expr) -> Any:
         found = self.value(node)
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise refuse(node, f"{ast.unparse(node)[:60]} is no number")
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or (isinstance(found, int) and abs(found) >= 2**64):
+            raise refuse(node, f"{ast.unparse(node)[:60]} is no number of 64 bits")
         return found
 
     def _arithmetic(self, node: ast.BinOp) -> Any:

@@ -21,7 +21,7 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """An argument that is a size depending on the batch (see `dims`). `whole`: in the program of a rank with an uneven shard of
-    the batch, a number in terms of the whole batch. `real`: no size but a float computed of one (``1 / len(x)``)."""
+    the batch, a number in terms of the whole batch. `real`: no size but a float computed of one (``1 / x.shape[0]``)."""
 
     dim: Dim
     whole: bool = False

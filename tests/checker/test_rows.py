@@ -3,6 +3,8 @@ operands make such results, forward and gradients."""
 
 from __future__ import annotations
 
+import ast
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -19,11 +21,11 @@ from support.oracles.simulate_ranks import assert_sharded_equals_whole
 
 from autopar.checker.blocks.local_arguments import LocalArguments
 from autopar.checker.captured import CapturedBlock, CapturedOperation, canonical
-from autopar.checker.reader import PlacedTensor
+from autopar.checker.reader import PlacedTensor, Reader
 from autopar.checker.rows import table
 from autopar.checker.rows.carry import NotCarried, carry
 from autopar.checker.rows.operation_call import bind
-from autopar.checker.shards import Axes, Cut, Kind
+from autopar.checker.shards import Axes, Cut, Kind, NotProven
 from autopar.ir.graph import Block
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules.localize import localize_args
@@ -160,3 +162,17 @@ def test_an_element_that_is_repeated_along_a_sum_is_no_addend() -> None:
     for kind in ("P", "I"):
         with pytest.raises(NotCarried):
             carry(row, axes, [cut, (kind,)], (True, True), [None])
+
+
+@pytest.mark.parametrize(("text", "value"), [("1 / 4", 0.25), ("float(8)", 8.0), ('float("-inf")', -math.inf), ("3 * 2 // 3", 2)])
+def test_numbers_of_a_text(text: str, value: float) -> None:
+    found = Reader(frozenset(), {}).value(ast.parse(text, mode="eval").body)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["float(None)", 'float("x")', "float((1,))", f"{10**400} / 3", f"float({10**400})", "1 / 0", "7 // 2"]
+)
+def test_a_text_of_no_number_is_refused(text: str) -> None:
+    with pytest.raises(NotProven):
+        Reader(frozenset(), {}).value(ast.parse(text, mode="eval").body)

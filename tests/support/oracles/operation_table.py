@@ -57,7 +57,8 @@ def section() -> str:
         [
             HEAD,
             "",
-            "`python tests/support/oracles/operation_table.py` writes this section from the rules; `make test` compares it.",
+            "`python tests/support/oracles/operation_table.py` writes this section from the rules; "
+            "`make test-submit` compares it.",
             "A model may call all of them: every rank of an axis then computes the whole operation, on gathered tensors, and",
             "`autopar doctor` names the line. `autopar.register_rule` takes a rule of your own ([extending.md](extending.md)).",
             "",
