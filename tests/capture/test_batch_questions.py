@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,7 @@ QUESTIONS: dict[str, Ask] = {
     "a text": lambda x: str(x.shape[0]) == "8",
     "a text of a shape": lambda x: f"{x.shape}" == "torch.Size([8, 4])",
     "a text of a float": lambda x: repr(1 / x.shape[0]) == "0.125",
+    "an exact type": lambda x: type(x.shape[0]) is int and type(x) is Tensor and x.shape[0] > 4,
     "a type": lambda x: isinstance(x.shape[0], int) and isinstance(x.shape[0] / 2, float) and x.shape[0] > 4,
 }
 
@@ -92,6 +96,19 @@ def test_a_batch_of_one_has_its_own_branch() -> None:
     graph = graph_of(QUESTIONS["more than one"], 1)
     assert not graph.batch_is_symbolic and any(node.op == "aten.mul.Tensor" for block in graph.blocks for node in block.nodes)
     assert graph_of(lambda x: x.shape[1] > 1, 1).batch_is_symbolic
+
+
+def test_functions_of_other_files_know_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a file of the model gets from a third."""
+    far = "def counts(x):\n    return isinstance(x.shape[0], int) and type(x).__name__ == 'Tensor'"
+    (tmp_path / "far_types.py").write_text(far)
+    (tmp_path / "near_types.py").write_text("import far_types\n\ndef counts(x):\n    return far_types.counts(x)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    near = importlib.import_module("near_types")
+    monkeypatch.setattr(sys.modules[__name__], "near_types", near, raising=False)
+    graph = graph_of(lambda x: near.counts(x), 8)
+    assert not any(node.op == "aten.mul.Tensor" for block in graph.blocks for node in block.nodes)
+    assert "isinstance" not in vars(near) and "type" not in vars(sys.modules["far_types"])
 
 
 class Checked(nn.Module):

@@ -19,7 +19,7 @@ from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.options import CaptureOptions
 from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
-from autopar.capture.tracing.data.batch_questions import Question, batch_questions, sizes_are_numbers
+from autopar.capture.tracing.data.batch_questions import Question, batch_questions
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.ctc import CtcLosses
@@ -31,6 +31,7 @@ from autopar.capture.tracing.data.hints import (
     to_the_same_device,
 )
 from autopar.capture.tracing.data.mask_losses import MaskLosses
+from autopar.capture.tracing.data.plain_types import plain_types
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
 from autopar.capture.tracing.experts import experts_as_operator
@@ -174,7 +175,7 @@ class _Attempt:
             warnings.simplefilter("ignore")
             for context in (
                 quiet_logs(), custom_functions(self.options.allowed_functions, self.short), flex_as_operations(),
-                masks_are_not_read(), to_the_same_device(), plain_batch_norms(), sizes_are_numbers(clone.module),
+                masks_are_not_read(), to_the_same_device(), plain_batch_norms(), plain_types(clone.module),
             ):  # fmt: skip
                 stack.enter_context(context)
             self.lines = stack.enter_context(number_lines())

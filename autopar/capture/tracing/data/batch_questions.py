@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch import nn
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
@@ -84,22 +83,6 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith(_ARITHMETIC)):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code.co_filename)
-
-
-@contextmanager
-def sizes_are_numbers(model: nn.Module) -> Iterator[None]:
-    """Let ``isinstance(x.shape[0], int)`` be true where the size is a symbol, in the modules of the classes of `model`."""
-    plain: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
-
-    def ask(value: Any, kinds: Any) -> bool:
-        return isinstance(value, kinds) or (type(value) in plain and isinstance(plain[type(value)], kinds))
-
-    modules = {sys.modules.get(kind.__module__) for each in model.modules() for kind in type(each).__mro__}
-    with ExitStack() as hooks:
-        for module in modules - {None}:
-            if is_users(getattr(module, "__file__", None) or "<"):
-                hooks.enter_context(replaced(module, "isinstance", ask))
-        yield
 
 
 def batch_conditions(questions: tuple[Question, ...], lengths: Mapping[Any, int], batch: int) -> tuple[BatchCondition, ...]:
