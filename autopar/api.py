@@ -58,8 +58,8 @@ from autopar.program.build import build_program
 from autopar.program.proof import require_proof
 from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
+from autopar.runtime.comm.async_tp import async_tp_groups
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
-from autopar.runtime.comm.symmetric_memory import async_tp_groups
 from autopar.runtime.compat.modules import forward_of, is_compiled
 from autopar.runtime.device.groups import several_ranks
 from autopar.runtime.device.mesh import MeshHandle, launched_processes

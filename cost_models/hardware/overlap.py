@@ -24,9 +24,9 @@ class Overlap:
     weight_gradients: the collective that completes the gradient of products' operand runs beside the gradients of their weights
         (Megatron: asynchronous all-reduce of column-parallel linears). Compiled programs of autopar do so, whatever
         a description says: `with_compilation` sets it.
-    async_tensor_parallel: all-gathers of model axes within a node run in pieces with the products that read them, and products
-        with the reduce-scatters of their results (torch's asynchronous tensor parallelism). Compiled programs of autopar do so on
-        devices with symmetric memory, whatever a description says: `with_compilation` sets it.
+    async_tensor_parallel: all-gathers of model axes over one switch run in pieces with the products that read them, and products
+        with the reduce-scatters of their results (torch's asynchronous tensor parallelism). Compiled programs of autopar do so,
+        whatever a description says: `with_compilation` sets it.
     gradient_buffers: gradients have buffers of their own and queue for their reduction, so that no backward waits for one.
     """
 

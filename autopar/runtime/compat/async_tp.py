@@ -1,22 +1,34 @@
 """Asynchronous tensor parallelism of torch: all-gathers in pieces with the products that read them, products in pieces with the
-reduce-scatters of their results, over symmetric memory. Seen on 2.13.0: private parts of inductor and of torch.distributed."""
+reduce-scatters of their results, over symmetric memory, or by operators of our own. Seen on 2.13.0: private parts of inductor and
+of torch.distributed."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
+from .hooks import replaced
+
 _LEAST_CAPABILITY = (9, 0)
 _PROBE_BYTES = 1 << 20
 
-Groups = frozenset[tuple[str, int]]
-"""Process groups by name, each with the elements that a whole tensor has at least where its collective runs in pieces."""
+
+class AsyncTpGroup(NamedTuple):
+    """A process group whose collectives run in pieces, of whole tensors of at least so many elements. With `symmetric` memory
+    its ranks copy from each other, else they send messages."""
+
+    name: str
+    least_elements: int
+    symmetric: bool
+
+
+Groups = frozenset[AsyncTpGroup]
 
 
 def async_tp_settings(groups: Groups) -> Mapping[str, Any]:
@@ -27,7 +39,7 @@ def async_tp_settings(groups: Groups) -> Mapping[str, Any]:
 
     class AsyncTensorParallelPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            fuse(graph, dict(groups))
+            fuse(graph, groups)
 
         def uuid(self) -> str:
             return f"autopar asynchronous tensor parallelism {sorted(groups)}"
@@ -36,20 +48,32 @@ def async_tp_settings(groups: Groups) -> Mapping[str, Any]:
     return {"post_grad_custom_post_pass": (*others, AsyncTensorParallelPass())}
 
 
-def fuse(graph: fx.Graph, groups: Mapping[str, int]) -> None:
+def fuse(graph: fx.Graph, groups: Groups) -> None:
     """Fuse products and collectives in a graph of inductor. Its own pass (`_micro_pipeline_tp`) also leaves out each collective
     beside which any product of another chain could run, and counts each gradient of a weight for one of them, though the first
     collective takes all that are ready; this one leaves out those that complete the gradient of a product's operand."""
     from torch._inductor.fx_passes import micro_pipeline_tp as passes
+    from torch.distributed import _symmetric_memory as symmetric
 
-    # reduce-scatters first: a product that has both is priced so
-    for scatter in passes.find_reduce_scatter_patterns(graph):
-        whole = scatter.input_node
-        if _fits(whole, scatter.scatter_dim, groups.get(scatter.group_name)) and not _is_gradient(whole):
-            passes.fuse_matmul_reduce_scatter(scatter)
-    for gather in passes.find_all_gather_patterns(graph):
-        if _fits(gather.res_node, gather.gather_dim, groups.get(gather.group_name)):
-            passes.fuse_all_gather_matmul(gather)
+    least = {each.name: each.least_elements for each in groups}
+    # its functions look for symmetric memory and NCCL, which messages do without
+    with symmetric._test_mode(set(least)), replaced(dist, "is_nccl_available", lambda: True):
+        # reduce-scatters first: a product that has both is priced so
+        for scatter in passes.find_reduce_scatter_patterns(graph):
+            whole = scatter.input_node
+            if _fits(whole, scatter.scatter_dim, least.get(scatter.group_name)) and not _is_gradient(whole):
+                passes.fuse_matmul_reduce_scatter(scatter)
+        for gather in passes.find_all_gather_patterns(graph):
+            if _fits(gather.res_node, gather.gather_dim, least.get(gather.group_name)):
+                passes.fuse_all_gather_matmul(gather)
+    by_messages = {
+        torch.ops.symm_mem.fused_all_gather_matmul.default: torch.ops.autopar.all_gather_products.default,
+        torch.ops.symm_mem.fused_matmul_reduce_scatter.default: torch.ops.autopar.product_reduce_scatter.default,
+    }
+    sending = {each.name for each in groups if not each.symmetric}
+    for node in graph.nodes:
+        if node.target in by_messages and node.args[-1] in sending:
+            node.target, node.kwargs = by_messages[node.target], {}
 
 
 def _fits(whole: fx.Node, dim: int, least_elements: int | None) -> bool:

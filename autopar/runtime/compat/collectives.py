@@ -57,7 +57,7 @@ def group_name(device_mesh: Any, axis: str) -> str:
     sizes = zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True)
     name = f"{axis} of {' x '.join(f'{each}={size}' for each, size in sizes)}"
     with suppress(RuntimeError, KeyError):  # no mesh before had it, or its group was destroyed, which keeps the name
-        ranks = [dist.get_process_group_ranks(each) for each in (bindings._resolve_process_group(name), group)]
+        ranks = [dist.get_process_group_ranks(each) for each in (group_named(name), group)]
         if ranks[0] != ranks[1]:  # a mesh of other ranks
             return str(group.group_name)
     bindings._unregister_process_group(name)
@@ -65,9 +65,23 @@ def group_name(device_mesh: Any, axis: str) -> str:
     return name
 
 
+def group_named(group: str) -> Any:
+    """Return the group of that name. Seen on 2.13.0."""
+    return cast(Any, torch._C._distributed_c10d)._resolve_process_group(group)
+
+
 def coordinate_in(group: str) -> int:
-    """Return this rank's place in the group of that name. Seen on 2.13.0."""
-    return int(cast(Any, torch._C._distributed_c10d)._resolve_process_group(group).rank())
+    """Return this rank's place in the group of that name."""
+    return int(group_named(group).rank())
+
+
+def send_around(x: torch.Tensor, into: torch.Tensor, step: int, group: str) -> Any:
+    """Start to send ``x[k, ...]`` to the rank `step` places on, and to receive that of the one as many places back; the message
+    in flight, which is waited for by ``wait()``."""
+    ring = group_named(group)
+    size, place = ring.size(), ring.rank()
+    to, back = ([x.shape[0] * (rank == (place + way) % size) for rank in range(size)] for way in (step, -step))
+    return dist.all_to_all_single(into, x, back, to, group=ring, async_op=True)
 
 
 def own_store() -> Any:

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -37,29 +38,38 @@ def rate_of(text: str) -> float:
     return float(text[:-4]) * BYTES_PER_SECOND[text[-4:]]
 
 
-def program_of(force: dict[str, int]) -> str:
+def program_of(force: dict[str, int], rate: str, compile: str) -> tuple[str, dict[str, int]]:
+    """The program of a plan for this link, and its axes on which collectives run in pieces with products."""
     from autopar.capture import capture
     from autopar.cost_models.hardware.cluster import Cluster
+    from autopar.cost_models.hardware.device_specs import Link
+    from autopar.cost_models.hardware.software_stacks import with_compilation
+    from autopar.cost_models.step.evaluate import async_tp_of
     from autopar.program.build import program_text
     from autopar.solve.search import search
     from autopar.solve.space.options import SearchOptions
 
     module, batch = build(MODEL)
     graph = capture(module, (), batch)
-    result = search(graph, Cluster.parse(f"local:{NODES}"), SearchOptions(batch=graph.batch, force=force))
-    return program_text(graph, result.candidate)
+    cluster = replace(Cluster.parse(f"local:{NODES}"), links=(Link("network", NODES, rate_of(rate), 1e-4),))
+    cluster = with_compilation(cluster, compile == "inductor")
+    candidate = search(graph, cluster, SearchOptions(batch=graph.batch, force=force)).candidate
+    return program_text(graph, candidate), async_tp_of(graph, candidate, cluster)
 
 
-def seconds_of_steps(text: str, compile: str, steps: int) -> tuple[float, float, float]:
+def seconds_of_steps(text: str, axes: dict[str, int], compile: str, steps: int) -> tuple[float, float, float]:
     """Median seconds of a step, the bytes that one sends or receives over the link, and the share of the cores that is busy."""
     from autopar.program.load import load_program
+    from autopar.runtime.comm.async_tp import async_tp_groups
     from autopar.runtime.device.mesh import MeshHandle
     from autopar.runtime.parallel import Parallel
 
     model, batch = build(MODEL)
     program = load_program(text).Program
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ours = Parallel(program(MeshHandle(program.mesh_axes)), tensors, compile=compile)
+    mesh = MeshHandle(program.mesh_axes)
+    mesh.async_tp = async_tp_groups(mesh, axes, compile == "inductor")
+    ours = Parallel(program(mesh), tensors, compile=compile)
     seconds, sent, busy = list[float](), list[int](), list[float]()
     for step in range(WARM_UP + steps):
         dist.barrier()
@@ -90,7 +100,7 @@ def link_bytes() -> tuple[int, int]:
     return 0, 0
 
 
-def rank_main(text_file: str, compile: str, steps: int) -> None:
+def rank_main(text_file: str, axes: dict[str, int], compile: str, steps: int) -> None:
     """One rank in the lab: prints compute seconds, step seconds and bytes."""
     from autopar.dryrun.compat import fake_group
 
@@ -98,12 +108,12 @@ def rank_main(text_file: str, compile: str, steps: int) -> None:
     text = Path(text_file).read_text()
     dist.init_process_group("gloo")
     dist.barrier()
-    step_seconds, step_bytes, busy = seconds_of_steps(text, compile, steps)
+    step_seconds, step_bytes, busy = seconds_of_steps(text, axes, compile, steps)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     with fake_group(rank, NODES):
-        compute_seconds, *_ = seconds_of_steps(text, compile, steps)
+        compute_seconds, *_ = seconds_of_steps(text, axes, compile, steps)
     print(json.dumps({"compute": compute_seconds, "step": step_seconds, "bytes": step_bytes, "busy": busy}), flush=True)
 
 
@@ -116,16 +126,19 @@ def main() -> None:
     parser.add_argument("--compile", default="")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rank", default="")
+    parser.add_argument("--axes", type=json.loads, default={})
     arguments = parser.parse_args()
     if arguments.rank:
-        rank_main(arguments.rank, arguments.compile, arguments.steps)
+        rank_main(arguments.rank, arguments.axes, arguments.compile, arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         for plan in arguments.plans:
-            path = Path(folder) / f"{plan}.py"
-            path.write_text(program_of(PLANS[plan]))
             for rate in arguments.rates:
-                words = (__file__, "--rank", str(path), "--compile", arguments.compile, "--steps", str(arguments.steps))
+                path = Path(folder) / f"{plan}.py"
+                text, axes = program_of(PLANS[plan], rate, arguments.compile)
+                path.write_text(text)
+                words = (__file__, "--rank", str(path), "--axes", json.dumps(axes), "--compile", arguments.compile)
+                words = (*words, "--steps", str(arguments.steps))
                 with NetworkLab(NODES, rate) as lab:
                     ranks = lab.torchrun(1, *words, timeout=900.0)
                 found = [json.loads(each.stdout.splitlines()[-1]) for each in ranks]

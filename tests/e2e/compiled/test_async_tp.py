@@ -1,12 +1,14 @@
 """Asynchronous tensor parallelism of compiled blocks: which collectives run in pieces with products, with the numbers of one
-process. The operators are those of torch, in its test mode, with its functional implementations for CPUs. The graphs of inductor
-run as they are, and as its kernels in slow tests."""
+process. The operators are our own, by messages, or those of torch over symmetric memory, with its functional implementations for
+CPUs. The graphs of inductor run as they are, and as its kernels in slow tests."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +25,14 @@ from torch._inductor.utils import run_and_get_code
 
 from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Link
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.runtime import collectives as C
-from autopar.runtime.comm import symmetric_memory
-from autopar.runtime.comm.symmetric_memory import async_tp_groups
+from autopar.runtime.comm import async_tp
+from autopar.runtime.comm.async_tp import async_tp_groups
+from autopar.runtime.comm.async_tp_products import all_gather_products, product_reduce_scatter
+from autopar.runtime.compat.async_tp import AsyncTpGroup
 from autopar.runtime.compat.compile import BlockBackend, compiler_named
 from autopar.runtime.device.axis import AxisHandle
 from autopar.runtime.device.mesh import MeshHandle
@@ -35,28 +40,28 @@ from autopar.solve.fixed.candidate import price_configuration
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.space.force import parse_force
 
-BATCH, LENGTH, WIDTH, INNER, HEAD = 2, 8, 16, 24, 4
+BATCH, LENGTH, WIDTH, INNER, HEAD = 2, 8, 16, 24, 2
 SHAPES = ((WIDTH,), (16, WIDTH), (8, WIDTH), (8, WIDTH), (WIDTH, 16), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
 CUT = (None, 0, 0, 0, 1, None, 0, 0, 1)
 """Of each weight of the layer the dimension that the axis shards: two norms are whole."""
-FUSED = "fused_all_gather_matmul.default(", "fused_matmul_reduce_scatter.default("
+FUSED = {
+    True: ("fused_all_gather_matmul.default(", "fused_matmul_reduce_scatter.default("),
+    False: ("all_gather_products.default(", "product_reduce_scatter.default("),
+}
+"""With symmetric memory, and by messages."""
+SEQUENCE_PARALLEL = "tp=2,pp=1,zero=0,micro_batches=1,recompute=none,zero_group=0,sequence_parallel=1"
 RUNS = {"graphs": run_and_get_graphs, "kernels": run_and_get_code}
 HOW = ("graphs", pytest.param("kernels", marks=pytest.mark.slow))
 
 
 @contextmanager
 def operators_for_cpus() -> Iterator[None]:
-    """Torch's fused operators on gloo. Seen on 2.13.0: the pass takes no group without NCCL."""
+    """Torch's fused operators on gloo."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    with (
-        torch.library._scoped_library("symm_mem", "IMPL") as library,
-        symmetric._test_mode(),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
         library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
-        patch.setattr(dist, "is_nccl_available", lambda: True)
         yield
 
 
@@ -94,79 +99,133 @@ def gradients(run: Any, x: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad(result.square().sum(), leaves)]
 
 
-def layer_in_pieces(how: str, split: bool, every: bool) -> tuple[list[tuple[int, int]], float]:
+def layer_in_pieces(how: str, split: bool, every: bool, symmetric: bool, world: int = 2) -> tuple[list[tuple[int, int]], float]:
     """On a rank: the fused all-gathers and reduce-scatters of forward and backward, and the largest relative difference of
     results and gradients from one process."""
     torch._dynamo.reset()
-    tp = MeshHandle({"tp": 2}).tp
+    tp = MeshHandle({"tp": world}).tp
     x, weights = operands()
     expected = gradients(lambda x, w: layer(x, w, AxisHandle("tp")), x, weights)
     parts = zip(weights, CUT, strict=True)
-    own = tuple(each if at is None else each.chunk(2, at)[tp.coordinate].contiguous() for each, at in parts)
-    backend = BlockBackend(compiler_named("inductor"), every, frozenset({(tp.group_name, 1)}))
+    own = tuple(each if at is None else each.chunk(world, at)[tp.coordinate].contiguous() for each, at in parts)
+    backend = BlockBackend(compiler_named("inductor"), every, frozenset({AsyncTpGroup(tp.group_name, 1, symmetric)}))
     compiled = torch.compile(lambda x, w: layer(x, w, tp, split), backend=backend, fullgraph=True)
     with operators_for_cpus():
-        found, codes = RUNS[how](lambda: gradients(compiled, x.chunk(2, 1)[tp.coordinate].contiguous(), own))
+        found, codes = RUNS[how](lambda: gradients(compiled, x.chunk(world, 1)[tp.coordinate].contiguous(), own))
     difference = 0.0
     for one, whole, at in zip(found, expected, (1, 1, *CUT), strict=True):
         if at is None:  # each rank has the part of its tokens
             dist.all_reduce(one)
-        part = whole if at is None else whole.chunk(2, at)[tp.coordinate]
+        part = whole if at is None else whole.chunk(world, at)[tp.coordinate]
         difference = max(difference, float((one - part).abs().max() / whole.abs().max()))
-    return [counted(code) for code in codes], difference
+    return [counted(code, symmetric) for code in codes], difference
 
 
-def counted(code: str) -> tuple[int, int]:
+def counted(code: str, symmetric: bool) -> tuple[int, int]:
     """The fused all-gathers and reduce-scatters in code of inductor, or of a graph of it."""
-    gathers, scatters = (code[max(code.find("def call"), 0) :].count(name) for name in FUSED)
+    gathers, scatters = (code[max(code.find("def call"), 0) :].count(name) for name in FUSED[symmetric])
     return gathers, scatters
 
 
+SYMMETRIC = (False, pytest.param(True, id="symmetric"))
+
+
+@pytest.mark.parametrize("symmetric", SYMMETRIC)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("how", HOW)
-def test_collectives_of_a_layer_run_in_pieces(how: str, split: bool, ranks: RankPool) -> None:
+def test_collectives_of_a_layer_run_in_pieces(how: str, split: bool, symmetric: bool, ranks: RankPool) -> None:
     """All four of the forward; of the backward the gathers of gradients. Gradients of weights hide its reduce-scatters."""
-    for fused, difference in ranks.run(layer_in_pieces, how, split, False, world=2, timeout=240):
+    for fused, difference in ranks.run(layer_in_pieces, how, split, False, symmetric, world=2, timeout=240):
         assert fused == [(2, 2), (2, 0)]
         assert difference < 1e-9
 
 
+@pytest.mark.parametrize("symmetric", SYMMETRIC)
 @pytest.mark.parametrize("how", HOW)
-def test_recomputed_collectives_run_in_pieces(how: str, ranks: RankPool) -> None:
-    for fused, difference in ranks.run(layer_in_pieces, how, False, True, world=2, timeout=240):
+def test_recomputed_collectives_run_in_pieces(how: str, symmetric: bool, ranks: RankPool) -> None:
+    for fused, difference in ranks.run(layer_in_pieces, how, False, True, symmetric, world=2, timeout=240):
         assert fused == [(2, 2), (4, 1)]
         assert difference < 1e-9
 
 
+def test_pieces_of_four_ranks(ranks: RankPool) -> None:
+    for fused, difference in ranks.run(layer_in_pieces, "graphs", False, False, False, 4, world=4, timeout=240):
+        assert fused == [(2, 2), (2, 0)]
+        assert difference < 1e-9
+
+
+def operators_alone(dim: int, dtype: torch.dtype) -> list[float]:
+    """On a rank: how far the operators are from a collective and a product, for a tensor that is sharded along a dimension."""
+    tp = MeshHandle({"tp": 3}).tp
+    torch.manual_seed(1)
+    shards, scattered = torch.randn(3, 2, 4, 5, dtype=dtype), torch.randn(3, 6, 6, 5, dtype=dtype)
+    matrices = [torch.randn(5, width, dtype=dtype) for width in (4, 7)]
+    expected = torch.cat(list(shards), dim)
+    whole, products = all_gather_products(shards[tp.coordinate], matrices, dim, tp.group_name)
+    reduced = product_reduce_scatter(scattered[tp.coordinate], matrices[0], "sum", dim, tp.group_name)
+    total = (scattered @ matrices[0]).sum(0).chunk(3, dim)[tp.coordinate]
+    assert reduced.is_contiguous() and torch.equal(whole, expected)
+    pairs = [*zip(products, (expected @ each for each in matrices), strict=True), (reduced, total)]
+    return [float((one - other).abs().max()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_operators_equal_collective_and_product(dim: int, ranks: RankPool) -> None:
+    for found in ranks.run(operators_alone, dim, torch.float64, world=3):
+        assert max(found) < 1e-12
+
+
+def test_what_operators_promise_to_a_trace(ranks: RankPool) -> None:
+    """Shapes and strides of fake tensors, which compiled code relies on."""
+    ranks.run(check_operators, world=2)
+
+
+def check_operators() -> None:
+    tp = MeshHandle({"tp": 2}).tp
+    checks = "test_schema", "test_faketensor"
+    for dim in (0, 1):
+        arguments = torch.randn(2, 4, 5), [torch.randn(5, 4), torch.randn(5, 6)], dim, tp.group_name
+        torch.library.opcheck(all_gather_products, arguments, test_utils=checks)
+        arguments = torch.randn(2, 4, 5), torch.randn(5, 4), "sum", dim, tp.group_name
+        torch.library.opcheck(product_reduce_scatter, arguments, test_utils=checks)
+
+
 def steps_in_pieces(
-    how: str, text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+    how: str, symmetric: bool, text: str, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Any, list[tuple[int, int]]]:
     """On a rank: what a program gives in steps of an optimizer, and the fused operators of each graph."""
     torch._dynamo.reset()
     with operators_for_cpus(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MeshHandle, "async_tp", property(lambda mesh: frozenset({(mesh.tp.group_name, 1)})))
+        patch.setattr(MeshHandle, "async_tp", property(lambda mesh: groups_of(mesh, symmetric)))
         outcome, codes = RUNS[how](lambda: train_pipelines([(text, state, batch)], compile="inductor")[0][0])
-    return outcome, [counted(code) for code in codes]
+    return outcome, [counted(code, symmetric) for code in codes]
+
+
+def groups_of(mesh: MeshHandle, symmetric: bool) -> frozenset[AsyncTpGroup]:
+    return frozenset({AsyncTpGroup(mesh.tp.group_name, 1, symmetric)})
 
 
 def sequence_parallel_program(prepared: Prepared) -> str:
     """As Megatron places a model, in a mode of its own of the planner."""
-    forced = parse_force("tp=2,pp=1,zero=0,micro_batches=1,recompute=none,zero_group=0,sequence_parallel=1")
+    forced = parse_force(SEQUENCE_PARALLEL)
     fixed = configuration_of(forced, Precision("float64", "float64"), "adamw")
     return program(prepared, price_configuration(prepared.graph, Cluster.parse("local:2"), fixed, default_registry()))
 
 
+@pytest.mark.parametrize("symmetric", SYMMETRIC)
 @pytest.mark.parametrize("how", HOW)
-def test_a_model_in_pieces_equals_one_process(how: str, ranks: RankPool) -> None:
+def test_a_model_in_pieces_equals_one_process(how: str, symmetric: bool, ranks: RankPool) -> None:
     prepared = prepare("llama")
     text = sequence_parallel_program(prepared)
-    for outcome, fused in ranks.run(steps_in_pieces, how, text, prepared.state, prepared.batch, world=2, timeout=500):
+    for outcome, fused in ranks.run(
+        steps_in_pieces, how, symmetric, text, prepared.state, prepared.batch, world=2, timeout=500
+    ):  # fmt: skip
         assert not differences(outcome, prepared.expected, 1e-9), text
         assert sorted(each for each in fused if any(each)) == [(1, 0), (2, 0), (2, 2)], text  # the head, and both ways of a layer
 
 
-def what_is_said(axes: Mapping[str, int]) -> tuple[frozenset[tuple[str, int]], list[str], dict[str, int]]:
-    """On a rank without a GPU: the groups with symmetric memory, what is said, and what was asked of torch."""
+def found_groups(axes: Mapping[str, int]) -> tuple[frozenset[AsyncTpGroup], list[str], dict[str, int]]:
+    """On a rank without a GPU: the groups in pieces, what is said, and what was asked of torch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = async_tp_groups(MeshHandle({"dp": 1, "tp": 2}), axes)
@@ -175,12 +234,46 @@ def what_is_said(axes: Mapping[str, int]) -> tuple[frozenset[tuple[str, int]], l
     return found, [str(each.message) for each in caught], dict(symmetric._group_name_to_workspace_tensor)
 
 
-def test_without_symmetric_memory_one_line_says_so(ranks: RankPool) -> None:
-    first, second = ranks.run(what_is_said, {"tp": 1}, world=2)
-    assert first[0] == second[0] == frozenset() and not first[2]
-    assert len(first[1]) == 1 and "symmetric memory takes CUDA devices and NCCL" in first[1][0] and not second[1]
-    assert ranks.run(what_is_said, {}, world=2) == [(frozenset(), [], {})] * 2
-    assert ranks.run(what_is_said, {"dp": 1}, world=2) == [(frozenset(), [], {})] * 2
+def test_without_symmetric_memory_pieces_are_messages(ranks: RankPool) -> None:
+    first, second = ranks.run(found_groups, {"tp": 1}, world=2)
+    ((name, least, symmetric),) = first[0]
+    assert (least, symmetric) == (1, False) and not first[1] and not first[2] and first == second
+    assert ranks.run(found_groups, {}, world=2) == [(frozenset(), [], {})] * 2
+    assert ranks.run(found_groups, {"dp": 1}, world=2) == [(frozenset(), [], {})] * 2
+
+
+class Perceptron(torch.nn.Module):
+    """A residual of products without a bias, of more than 2^18 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(640)
+        self.up, self.down = torch.nn.Linear(640, 1280, bias=False), torch.nn.Linear(1280, 640, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(self.up(self.norm(x)).relu())).square().mean()
+
+
+def plan_and_step() -> tuple[list[tuple[int, int]], float]:
+    """On a rank of two that a switch joins: what `parallelize` runs in pieces, and how far a step is from one process."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Perceptron().double(), torch.randn(2, 256, 640, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    cluster = replace(Cluster.parse("local:2"), links=(Link("network", 2, 1e8, 1e-6),))
+    parallel = api.parallelize(model, cluster, (x,), compile=True, force="tp=2,zero=0", cache=False)
+    loss, codes = run_and_get_graphs(lambda: parallel(x))
+    loss.backward()
+    pairs = zip(parallel.parameters(), expected.parameters(), strict=True)
+    difference = max(float((one.grad.full_tensor() - other.grad).abs().max()) for one, other in pairs)  # type: ignore
+    return [counted(code, False) for code in codes], difference
+
+
+def test_a_plan_for_a_switch_runs_in_pieces(ranks: RankPool) -> None:
+    for fused, difference in ranks.run(plan_and_step, world=2, timeout=120):
+        assert fused == [(0, 1), (1, 0)]  # a product whose result is scattered, and the gradient of that
+        assert difference < 1e-9
 
 
 class SumOfSquares(torch.nn.Module):
@@ -197,8 +290,8 @@ def built_where_one_rank_compiles() -> tuple[bool, list[str]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(api, "planned_async_tp", lambda plan: {plan.candidate.mesh.axes[-1].name: 1})
-        patch.setattr(symmetric_memory, "symmetric_memory_problem", lambda device: "")
-        patch.setattr(symmetric_memory, "set_up_symmetric_memory", lambda group: "")
+        patch.setattr(async_tp, "symmetric_memory_problem", lambda device: "")
+        patch.setattr(async_tp, "set_up_symmetric_memory", lambda group: "")
         parallel = api.parallelize(
             SumOfSquares(), "local:2", (torch.ones(4, 8),), compile=dist.get_rank() == 0, force="tp=2", cache=False
         )
@@ -213,18 +306,19 @@ def test_a_rank_that_does_not_compile_takes_part_in_the_agreement(ranks: RankPoo
     assert len(said) == 1 and "a rank's blocks are not compiled by inductor" in said[0]
 
 
-def groups_of_failing_set_up(failing: int) -> frozenset[tuple[str, int]]:
+def groups_of_failing_set_up(failing: int) -> frozenset[AsyncTpGroup]:
     """On a rank of a machine whose devices have symmetric memory, as far as is known before: its groups, where the set-up fails
     on one rank."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
-        patch.setattr(symmetric_memory, "symmetric_memory_problem", lambda device: "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_tp, "symmetric_memory_problem", lambda device: "")
         problem = "out of handles" if dist.get_rank() == failing else ""
-        patch.setattr(symmetric_memory, "set_up_symmetric_memory", lambda group: problem)
+        patch.setattr(async_tp, "set_up_symmetric_memory", lambda group: problem)
         return async_tp_groups(MeshHandle({"tp": 2}), {"tp": 7})
 
 
 def test_ranks_agree_on_symmetric_memory(ranks: RankPool) -> None:
     """All have it, or none: ranks with other code would wait for each other."""
-    for failing, expected in ((0, 0), (1, 0), (-1, 1)):
+    for failing, expected in ((0, False), (1, False), (-1, True)):
         found = ranks.run(groups_of_failing_set_up, failing, world=2)
-        assert found[0] == found[1] and len(found[0]) == expected and all(least == 7 for _, least in found[0])
+        ((_, least, symmetric),) = found[0]
+        assert found[0] == found[1] and (least, symmetric) == (7, expected)
