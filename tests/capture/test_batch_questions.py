@@ -37,6 +37,17 @@ QUESTIONS: dict[str, Ask] = {
     "just eight": lambda x: x.size(0) == 8,
     "few": lambda x: not x.shape[0] > 5,
     "even": lambda x: x.shape[0] % 2 == 0,
+    "odd as a truth": lambda x: bool(x.shape[0] % 2),
+    "no multiple of three": lambda x: (1 if x.shape[0] % 3 else 0) > 0,
+    "bits": lambda x: bool(x.shape[0] >> 2 & 1) and not (x.shape[0] - 1) // 5,
+    "a float as a truth": lambda x: bool(x.shape[0] % 2 * 1.0),
+    "rows that are left": lambda x: bool(x[6:].shape[0]),
+    "an index": lambda x: ["even", "odd"][x.shape[0] % 2] == "odd",
+    "rounds of a loop": lambda x: sum(1 for _ in range(x.shape[0] % 4)) > 1,
+    "rows without an end": lambda x: x[:6].shape[0] == 6,
+    "the last rows": lambda x: x[-3:].shape[0] + x[:-2].shape[0] > 4,
+    "rows between": lambda x: x[1:-1].shape[0] + x[2:].shape[0] > 3,
+    "a number of Python": lambda x: int(x.shape[0] / 3) > 1,
     "quotients": lambda x: x.shape[0] // 3 < 2,
     "a part": lambda x: x.shape[0] / 3 - x.shape[0] % 4 / 2 > 1.5,
     "elements": lambda x: x.numel() > 30,
@@ -73,7 +84,7 @@ def test_a_graph_holds_for_batches_of_its_branch(name: str) -> None:
     for example in (8, 3):
         graph = graph_of(ask, example)
         if not graph.batch_is_symbolic:  # torch takes a size that equals a number for the number
-            assert name in ("just eight", "one of")
+            assert name in ("just eight", "one of") or (example == 3 and "rows" in name)
             continue
         assert graph.interface is not None
         for batch in (1, 2, 3, 5, 6, 8, 9, 10, 16):

@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from types import FrameType
 from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch._subclasses import fake_impls
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, PythonMod, ToFloat
@@ -43,10 +46,12 @@ class Question(NamedTuple):
 @contextmanager
 def batch_questions() -> Iterator[list[Question]]:
     """While active, yields what is asked of sizes that are symbols, in code that is not torch's: truth values, also as numbers
-    (``1 + (x.shape[0] > 4)``); and what sizes were as texts (``str(x.shape[0])``), and floats of them where an operation takes
-    numbers alone (``F.layer_norm(x, shape, eps=1 / x.shape[0])``)."""
+    (``1 + (x.shape[0] > 4)``); what sizes were as texts (``str(x.shape[0])``), and as numbers of Python where nothing else will
+    do (``F.layer_norm(x, shape, eps=1 / x.shape[0])``, an index of a list); and whether slices end before the tensor does
+    (``x[6:]``)."""
     truth: Any = torch.SymBool.__bool__
-    number: Any = SymNode.guard_float
+    numbers: dict[str, Any] = {name: getattr(SymNode, name) for name in ("guard_int", "guard_float")}
+    clipped, ordered = fake_impls._compute_slice_index, symbolic_shapes.guard_or_false
     texts: dict[type, Any] = {kind: kind.__repr__ for kind in (torch.SymInt, torch.SymFloat)}
     found: list[Question] = []
 
@@ -56,10 +61,11 @@ def batch_questions() -> Iterator[list[Question]]:
             found.append(Question(condition.node.expr, answer))
         return answer
 
-    def take(node: Any, *where: Any) -> float:
-        value: float = number(node, *where)
-        if node.expr.free_symbols:
-            found.append(Question(sympy.Eq(node.expr, value), True))
+    def take(node: Any, name: str, *where: Any) -> float:
+        expression = node.expr  # which torch may take for a number from then on
+        value: float = numbers[name](node, *where)
+        if expression.free_symbols and not free_unbacked_symbols(expression):
+            found.append(Question(sympy.Eq(expression, value), True))
         return value
 
     def write(size: Any) -> str:
@@ -69,13 +75,33 @@ def batch_questions() -> Iterator[list[Question]]:
         found.append(Question(sympy.Eq(size.node.expr, size.node.hint), True))
         return repr(size.node.hint)
 
+    def clip(size: Any, index: Any) -> Any:
+        _take_down(found, index <= size if index >= 0 else -index <= size)
+        return clipped(size, index)
+
+    def order(condition: Any) -> bool:
+        if sys._getframe(1).f_code.co_name == "slice_forward":
+            _take_down(found, condition)
+        return ordered(condition)
+
     with ExitStack() as hooks:
+        hooks.enter_context(replaced(fake_impls, "_compute_slice_index", clip))
+        hooks.enter_context(replaced(symbolic_shapes, "guard_or_false", order))
         hooks.enter_context(replaced(torch.SymBool, "__bool__", ask))
         hooks.enter_context(replaced(torch.SymBool, "__int__", lambda condition: int(ask(condition))))
-        hooks.enter_context(replaced(SymNode, "guard_float", take))
+        for kind in texts:
+            hooks.enter_context(replaced(kind, "__bool__", lambda size: ask(size != 0)))
+        for name in numbers:
+            hooks.enter_context(replaced(SymNode, name, partialmethod(take, name)))
         for kind in texts:
             hooks.enter_context(replaced(kind, "__repr__", write))
         yield found
+
+
+def _take_down(found: list[Question], condition: Any) -> None:
+    """Add what torch finds out of sizes to know how long a slice is: a program has that length."""
+    if isinstance(condition, torch.SymBool) and condition.node.hint is not None and condition.node.expr.free_symbols:
+        found.append(Question(condition.node.expr, bool(condition.node.hint)))
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:
