@@ -91,11 +91,13 @@ def index_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
 
 
 def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
-    """``aten.index_put(x, indices, values)`` whose indexed dimensions come first: the others, where the values have them."""
+    """``aten.index_put(x, indices, values)`` whose indexed dimensions come first: the others, where the values have them. None
+    where an index has the shape of several dimensions of x, as a mask of them has."""
     given = node.args[1]
     assert isinstance(given, tuple)
     dims = [i for i, item in enumerate(given) if isinstance(item, Ref)]
-    if dims != list(range(len(dims))):
+    runs = {shapes[0][i:j] for j in range(len(shapes[0]) + 1) for i in range(j - 1)}
+    if dims != list(range(len(dims))) or not runs.isdisjoint(shapes[1:-1]):
         return None
     rank, values = len(shapes[0]), shapes[-1]
     tail = rank - len(dims)

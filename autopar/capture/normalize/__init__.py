@@ -9,7 +9,7 @@ from __future__ import annotations
 from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.linear import linears
-from autopar.capture.normalize.lookups import bags, dense_gradients, whole_indices
+from autopar.capture.normalize.lookups import bags, dense_gradients, mask_assignments, whole_indices
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
 from autopar.capture.normalize.mathematics import real_products, written_out
 from autopar.capture.normalize.random import random_numbers
@@ -41,6 +41,7 @@ REWRITES = (
     random_numbers,
     broadcasts,
     whole_indices,
+    mask_assignments,
     drop_dead,
     mask_recovery,
     grouped_heads,

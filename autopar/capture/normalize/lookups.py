@@ -1,7 +1,7 @@
 """Rewrites lookups: ``embedding_bag`` over bags of one length as an embedding and a reduction, whose batch, rows and columns all
 shard; embeddings with sparse gradients, which get dense ones; and an index that takes every position,
 ``mask[arange(B)[:, None, None, None], arange(S)]`` of transformers' mask functions, as a view of the mask: as an index by
-position it would need the whole batch."""
+position it would need the whole batch. And assignments by a mask, ``h[mask] = token``, as a choice between both."""
 
 from __future__ import annotations
 
@@ -91,6 +91,26 @@ def whole_indices(node: Node, graph: Lookup) -> Rewritten | None:
     if places != sorted(set(places)):
         return None
     return node_like(node, "aten.reshape", (node.args[0], size_args(result.shape)), result.name, result.shape)
+
+
+@node_rewrite
+def mask_assignments(node: Node, graph: Lookup) -> Rewritten | None:
+    """``h[:, mask] = value`` becomes ``where(mask, value, h)``, where the value has no dimension of the places that are true."""
+    operands = [graph.values[name] for name in node.operands()]
+    if node.op != "aten.index_put" or len(operands) != 3 or node.args[3:] not in ((), (False,)):
+        return None
+    x, indices, value = node.args[:3]
+    _, places, values = operands
+    assert isinstance(indices, tuple)
+    if not isinstance(indices[-1], Ref):
+        return None
+    after = len(node.outputs[0].shape) - (len(indices) - 1) - len(places.shape)
+    if places.dtype != "bool" or len(values.shape) > after:
+        return None
+    shape = (*places.shape, *[1] * after)
+    over = node_like(node, "aten.reshape", (Ref(places.name), size_args(shape)), f"{node.name}_mask", shape, "bool", False)
+    choice = replace(node, op="aten.where.self", args=(Ref(over.name), value, x))
+    return (over, choice), {}
 
 
 def _counted(name: str, graph: Lookup) -> Dim | None:

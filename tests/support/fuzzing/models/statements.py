@@ -291,6 +291,8 @@ WRITES = """
 {t} = torch.zeros({x}.shape[0], {last}, dtype={x}.dtype);{t} + {x}
 {t} = torch.arange({last}, dtype={x}.dtype);{x} * {t}
 {t} = {x}.clone();{t}.masked_fill_({t} > 0.5, 0.5);{t}
+{t} = {x}.clone();{t}[{t} > 0.5] = 0.5;{t}
+nn.Parameter(torch.randn({last})) @ {t} = {x}.clone();{t}[({t} > 0.1).any(-1)] = self.{M};{t}
 {t} = torch.zeros_like({x}).scatter_add({d}, {x}.argsort({d}), {x});{t}
 {t} = {x}.new_zeros({x}.shape[0], 7).scatter_(1, {n}.reshape({x}.shape[0], -1), 1.0);{t}
 {t} = torch.full(({last},), 0.5, dtype={x}.dtype);{x} - {t}

@@ -98,6 +98,8 @@ def _sequences() -> Iterator[Example]:
     for op in ("index_put", "_unsafe_index_put"):
         yield f"aten.{op}", (t(4, 6, 8), ((i(4, 3)), (i(6, 3))), t(3, 8)), {}
     yield "aten.index_put", (t(6, 4, 8), (i(6, 3),), t(), True), {}
+    yield "aten.index_put", (t(6, 4, 8), (m(6, 4),), t()), {}
+    yield "aten.index_put", (t(6, 4, 8), (m(6, 4), i(8, 1)), t()), {}
     yield "aten.argsort", (t(4, 8, 6), -1), {}
     yield "aten.argsort.stable", (t(4, 8, 6),), {"stable": True, "dim": 0}
     yield "aten.scatter_reduce.two", (t(4, 8, 6), 2, i(6, 4, 8, 3), t(4, 8, 3), "amax"), {}
