@@ -15,6 +15,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .async_tp import Groups, async_tp_settings
+from .hooks import replaced
 
 _RECOMPUTED = "autopar.recompute"
 _ELSEWHERE = "autopar.saved_elsewhere"
@@ -71,8 +72,9 @@ class BlockBackend:
     compilations: Compilations | None = field(default=None, compare=False)
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
-        # importing it takes seconds, and only programs that are compiled need it
+        # importing them takes seconds, and only programs that are compiled need them
         from torch._functorch.config import patch
+        from torch.fx.passes import _tensorify_python_scalars as scalars
 
         # a graph without a backward recomputes nothing, and AOTAutograd refuses tags on operations that may be random there
         trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
@@ -87,7 +89,9 @@ class BlockBackend:
                     tags.append(f"{node.name} elsewhere")
         marks = " ".join(tags)
         compile = partial(self._compiled_apart, graph, inputs, marks) if tags else partial(self._compiled, graph, inputs)
-        with patch(autograd_cache_allow_custom_autograd_functions=True):
+        # its pass over floats, of which blocks have none, loses what is copied into a float64 buffer without dimensions
+        whole = replaced(scalars, "_is_tensorify_enabled", lambda: False)
+        with whole, patch(autograd_cache_allow_custom_autograd_functions=True):
             if self.compilations is None or self.backend is not compiler_named("inductor"):
                 return compile()
             with patch(force_non_lazy_backward_lowering=True):  # what is compiled now is what other ranks get

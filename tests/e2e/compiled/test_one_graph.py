@@ -1,16 +1,18 @@
 """The graphs that torch.compile traces are the same on all ranks of an axis, whatever part of a table they have, and whatever
-they draw."""
+they draw. They write all buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from torch import Tensor, fx
 from torch._dynamo.backends.registry import lookup_backend
 
 from autopar.runtime.collectives import dropout, random
+from autopar.runtime.compat.compile import BlockBackend, compiler_named
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.device.rng import seed_stream
 from autopar.runtime.ops.attention.dropout import attention_dropout
@@ -61,3 +63,19 @@ def run_both(axes: dict[str, int]) -> str:
 def test_ranks_have_one_graph(ranks: RankPool) -> None:
     """With the numbers of the program; another seed is no other graph."""
     assert len(set(ranks.run(run_both, {"dp": 2, "tp": 2}, timeout=120))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+def test_buffers_without_dimensions_are_written(dtype: torch.dtype) -> None:
+    def step(count: Tensor, x: Tensor) -> Tensor:
+        more = count + 1
+        with torch.no_grad():
+            count.copy_(more)
+        return x * 2
+
+    torch._dynamo.reset()
+    count, x = torch.zeros((), dtype=dtype), torch.ones(3, requires_grad=True)
+    compiled = torch.compile(step, backend=BlockBackend(compiler_named("aot_eager")), fullgraph=True)
+    for _ in range(3):
+        compiled(count, x)
+    assert count.item() == 3
