@@ -36,7 +36,16 @@ def under_no_grad(scores: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return F.mse_loss(scores.square()[mask], target, reduction="sum")
 
 
+def of_each(pick: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """A loss of those of all positions, and the mask."""
+    return of_mask(lambda scores, y, m: pick(F.cross_entropy(scores.mT, y, reduction="none"), m))
+
+
 LOSSES: dict[str, Loss] = {
+    "the mean of picked losses": of_each(lambda each, m: each[m].mean()),
+    "the sum over the count": of_each(lambda each, m: each[m].sum() / m.sum().clamp(min=1)),
+    "the mean of picked rows": of_mask(lambda scores, y, m: torch.mean(scores.square()[m])),
+    "a sum of counts": of_mask(lambda scores, y, m: scores.square().mean() * y[m].sum()),
     "the mask twice": lambda scores, y: F.cross_entropy(scores[y != -100], y[y != -100]),
     "label smoothing": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], label_smoothing=0.1)),
     "weights": of_mask(lambda scores, y, m: F.cross_entropy(scores[m], y[m], weight=torch.arange(1.0, 8.0).double())),

@@ -1,7 +1,7 @@
 """Losses of the positions that a mask picks, and statistics whose sizes torch reads from data, as operations of fixed sizes.
 
 ``F.cross_entropy(logits[mask], labels[mask])`` has as many rows as the mask has ones: it is the loss of all rows, of which the
-others are ignored.
+others are ignored. So is ``losses[mask].mean()``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _BY_CLASS = (F.cross_entropy, F.nll_loss)
 _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 )  # fmt: skip
+_SUMS, _MEANS = (torch.sum, Tensor.sum), (torch.mean, Tensor.mean)
 _NOT_PICKED = 0.5  # a value and a target that each of these has a loss for
 
 
@@ -42,6 +43,11 @@ class MaskLosses(TorchFunctionMode):
             return _STATISTICS[func](*args, **named)
         if func in (*_BY_CLASS, *_BY_ELEMENT) and (found := self._loss(func, args, named)) is not None:
             return found
+        if func in (*_SUMS, *_MEANS) and len(args) == 1 and not named and (source := self._source(args[0])) is not None:
+            if func in _SUMS:
+                return _sum(*source)
+            if source[0].is_floating_point():
+                return _mean(*source)
         result = func(*args, **named)
         if func is Tensor.__getitem__ and _picks(*args):
             x, mask = args
@@ -60,18 +66,22 @@ class MaskLosses(TorchFunctionMode):
         known = self.origins.get(x)
         return known if known is not None and known[-1] == x._version else id(x)
 
+    def _source(self, picked: Any) -> tuple[Tensor, Tensor] | None:
+        """Return the tensor and the mask of a result of a boolean index; None for others, and where one was written since."""
+        if not isinstance(picked, Tensor) or picked not in self.picked:
+            return None
+        x, mask, versions = self.picked[picked]
+        return (x, mask) if versions == (x._version, mask._version, picked._version) else None
+
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
         """Return the loss of all positions of which the others do not count; None where it is of another kind."""
         given = signature(func).bind(*args, **named)
         given.apply_defaults()
         options = given.arguments
-        x, y = options.pop("input"), options.pop("target")
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x in self.picked and y in self.picked):
+        of_input, of_target = self._source(options.pop("input")), self._source(options.pop("target"))
+        if of_input is None or of_target is None:
             return None
-        versions = [(*(each._version for each in self.picked[given][:2]), given._version) for given in (x, y)]
-        (x, mask, one), (y, other, two) = self.picked[x], self.picked[y]
-        if versions != [one, two]:  # something was written since
-            return None
+        (x, mask), (y, other) = of_input, of_target
         old = options.get("size_average") is not None or options.get("reduce") is not None
         if self._origin(mask) != self._origin(other) or old or options["reduction"] not in ("mean", "sum"):
             return None
@@ -84,14 +94,24 @@ class MaskLosses(TorchFunctionMode):
             return loss
         if x.shape != y.shape or options.get("weight") is not None or options.get("pos_weight") is not None:
             return None
-        wide = mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+        wide = _over(mask, x)
         x, y = torch.where(wide, x, _NOT_PICKED), torch.where(wide, y, _NOT_PICKED)
-        each = torch.where(wide, func(x, y, **{**options, "reduction": "none"}), 0.0)
-        if options["reduction"] == "sum":
-            return each.sum()
-        total = each.sum() if each.dtype.itemsize > 2 else each.float().sum()  # a sum of halves may be infinite, and the mean not
-        mean: Tensor = (total / (mask.sum() * (x.numel() // mask.numel()))).to(each.dtype)
-        return mean
+        each = func(x, y, **{**options, "reduction": "none"})
+        return _sum(each, mask) if options["reduction"] == "sum" else _mean(each, mask)
+
+
+def _over(mask: Tensor, x: Tensor) -> Tensor:
+    """Return a mask of the first dimensions of x with as many dimensions as x."""
+    return mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+
+
+def _sum(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(_over(mask, x), x, 0).sum()
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    total = _sum(x if x.dtype.itemsize > 2 else x.float(), mask)  # a sum of halves may be infinite, and the mean not
+    return (total / (mask.sum() * (x.numel() // mask.numel()))).to(x.dtype)
 
 
 def _is_mask(x: Any) -> bool:
