@@ -6,16 +6,15 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.oracles.interpret_graph import takes_batch
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.codec import decode, encode
-from autopar.program.program_attributes import batch_method
 
 Ask = Callable[[Tensor], bool]
 
@@ -65,14 +64,6 @@ QUESTIONS: dict[str, Ask] = {
 }
 
 
-def takes(graph: Graph, batch: int) -> bool:
-    """What the program of a graph says of a batch."""
-    lines = batch_method(graph.interface)
-    names: dict[str, Any] = {}
-    exec("\n".join(line.removeprefix("    ") for line in lines), names)
-    return not lines or names["takes_batch"].__func__(batch)  # type: ignore[no-any-return]
-
-
 def graph_of(ask: Ask, batch: int) -> Graph:
     return capture(Branch(ask), (torch.ones(batch, 4),))
 
@@ -88,9 +79,9 @@ def test_a_graph_holds_for_batches_of_its_branch(name: str) -> None:
             continue
         assert graph.interface is not None
         for batch in (1, 2, 3, 5, 6, 8, 9, 10, 16):
-            holds = takes(graph, batch)
+            holds = takes_batch(graph, batch)
             assert not holds or ask(torch.empty(batch, 4)) == ask(torch.empty(example, 4)), (name, example, batch)
-        assert takes(graph, example)
+        assert takes_batch(graph, example)
         assert decode(Graph, encode(graph)) == graph
 
 
@@ -99,7 +90,7 @@ def test_every_batch_of_the_branch_is_taken(name: str) -> None:
     ask = QUESTIONS[name]
     graph = graph_of(ask, 8)
     for batch in (1, 2, 3, 7, 8, 10, 1000):
-        assert takes(graph, batch) == ask(torch.empty(batch, 1))
+        assert takes_batch(graph, batch) == ask(torch.empty(batch, 1))
 
 
 def test_a_batch_of_one_has_its_own_branch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from autopar.ir.dims import shape_at
 from autopar.ir.graph import Block, Graph
+from autopar.program.program_attributes import batch_method
 from support.oracles.simulate_ranks import run_node
 
 
@@ -50,6 +52,13 @@ def buffers_after(graph: Graph, state: Mapping[str, torch.Tensor], batch: Mappin
     """Every buffer after one forward in training mode."""
     _, after = _run(graph, state, batch)
     return {name: after[name] for name, parameter in graph.parameters().items() if parameter.buffer}
+
+
+def takes_batch(graph: Graph, batch: int) -> bool:
+    """Return what the program of a graph says of a batch: whether it has the operations of this size."""
+    names: dict[str, Any] = {"takes_batch": staticmethod(lambda batch: True)}
+    exec("\n".join(line.removeprefix("    ") for line in batch_method(graph.interface)), names)
+    return names["takes_batch"].__func__(batch)  # type: ignore[no-any-return]
 
 
 def _run(

@@ -340,6 +340,9 @@ F.layer_norm({x}, {x}.shape[-1:], eps=1 / {x}.shape[0])
 {x} * round({x}.shape[0] / 3) + int({x}.shape[0] * 0.3)
 {x} * ({x}.shape[0] % 3) + {x}.shape[0] // 3
 {x} * len({x}) + float({x}.shape[0])
+{x} * 2 if {x}.shape[0] % 2 else {x}
+{x} * {x}[2:].shape[0] + {x}[:3].shape[0]
+{x} * [1.0, 2.0, 0.5][{x}.shape[0] % 3]
 {x} * torch.tensor({x}.shape[0]) / torch.tensor([1.0, {x}.shape[0]], dtype={x}.dtype).sum()
 """
 

@@ -29,6 +29,7 @@ from support.fuzzing.models.on_ranks import Case, Steps, two_steps
 from support.fuzzing.models.writer import Unfit, Written, model_of, write_model
 from support.harness.end_to_end import sharding_wins
 from support.harness.training_loop import graph_state
+from support.oracles.interpret_graph import takes_batch
 from support.plans.drawn_candidates import drawn_candidate
 
 FORCES = {
@@ -145,7 +146,7 @@ def _uneven_program(trial: Trial, graph: Graph, candidate: Candidate) -> str:
     assert written is not None and trial.model is not None
     if trial.seed % 2 or not graph.batch_is_symbolic or candidate.micro_batches > 1 or not batch % ranks or batch <= ranks:
         return ""
-    if any(x.shape[:1] != (graph.batch,) for x in written.inputs.values()):
+    if any(x.shape[:1] != (graph.batch,) for x in written.inputs.values()) or not takes_batch(graph, batch):
         return ""
     less = replace(written, inputs={name: x[:batch] for name, x in written.inputs.items()})
     try:
