@@ -113,8 +113,9 @@ class Heartbeat(PeerWatch):
             loss.grad_fn.register_prehook(begin)
 
     def backward_failed(self, error: Exception) -> None:
-        """Report an exception that ends a backward. PeerProblem where another rank caused it."""
-        if self.doing is None or in_backward() or os.getpid() != self.process:
+        """Report an exception that ends a backward of `watch_backward`. PeerProblem where another rank caused it."""
+        # a section reports what leaves it: errors of backwards in planning are caught there
+        if self.doing is None or self.section or in_backward() or os.getpid() != self.process:
             return
         try:
             self._failed(error)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.key_value_store import Store
 
@@ -145,6 +146,29 @@ def test_an_exception_that_ends_a_process_is_told(capsys: pytest.CaptureFixture[
             pass
     first.close()
     second.close()
+
+
+def test_a_backward_whose_error_a_section_catches_is_no_failure() -> None:
+    """Planning observes backwards on meta tensors, some of which torch has not."""
+    apply_patches()
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(refuse)
+    store = Store()
+    first, second = beating(store, 0, 2), beating(store, 1, 2)
+    with first.watching(lambda: "planning"):
+        with pytest.raises(NotImplementedError):
+            torch.autograd.grad(x * 2, x)
+        assert first.doing is not None
+        with second.watching(lambda: "planning"):
+            time.sleep(0.3)
+    for heart in (first, second):
+        with heart.watching(lambda: "a step"):
+            pass
+        heart.close()
+
+
+def refuse(_: torch.Tensor) -> None:
+    raise NotImplementedError
 
 
 def test_an_error_of_the_network_waits_for_the_culprit() -> None:
