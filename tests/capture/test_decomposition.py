@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
+from autopar.capture.normalize.statistics import statistics
 from autopar.capture.tracing import trace
 from autopar.capture.tracing.decomposition.nodes import decomposed_graph
 from autopar.capture.tracing.decomposition.program import retraced
@@ -70,6 +71,7 @@ LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a part of a part": lambda y, x: _written(y.mul(2), lambda z: z[1:, 0][..., 2:6].mul_(x.sum())),
     "parts read after another was written": lambda y, x: _parts(y.mul(2)),
     "the labels, shifted": lambda y, x: _shifted(x),
+    "statistics": lambda y, x: torch.cat([*torch.std_mean(y, 1, correction=1), *torch.var_mean(y, 1, correction=0)], 1),
     "losses": lambda y, x: F.mse_loss(y, y * 2) + F.nll_loss(y[:, 0].log_softmax(1), y[:, 1].argmax(1)),
     "class weights": lambda y, x: F.cross_entropy(y[:, 0], y[:, 1].argmax(1), weight=y[0, 0].detach().abs(), label_smoothing=0.1),
 }
@@ -197,7 +199,7 @@ COUNTERS: dict[str, Callable[[Counters, Tensor], Tensor]] = {
     "steps": _counted_twice,
 }
 
-TABLES = [{**batch_norms(local), **loss_functions(), **recurrent_nets()} for local in (False, True)]
+TABLES = [{**batch_norms(local), **loss_functions(), **recurrent_nets(), **statistics()} for local in (False, True)]
 """Batch norms are taken apart in two ways."""
 
 

@@ -23,6 +23,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
+from autopar.capture.normalize.statistics import statistics
 from autopar.capture.tracing.data.checks import drop_checks
 from autopar.capture.tracing.decomposition.nodes import Table, decomposed_graph
 from autopar.capture.tracing.decomposition.unseen_writes import keep_gradients
@@ -40,13 +41,13 @@ fft_hfft fft_ihfft linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm no
 take_along_dim flatten cov corrcoef trapz trapezoid special_expit special_logsumexp special_softmax special_log_softmax
 special_xlogy special_exp2 special_expm1 special_log1p special_round msort fliplr flipud view_as reshape_as logdet
 pinverse vander combinations cartesian_prod block_diag cumulative_trapezoid real imag linalg_cross cross nanmean
-linalg_matmul linalg_multi_dot softmin conj_physical
+linalg_matmul linalg_multi_dot softmin conj_physical gradient
 """
 """Packets that are decomposed where they are composite."""
 TABLED = """
 affine_grid_generator addr logaddexp logaddexp2 aminmax count_nonzero pixel_shuffle pixel_unshuffle channel_shuffle
 heaviside deg2rad rad2deg frac sinc special_entr soft_margin_loss rot90 trace nansum unsafe_chunk unsafe_split
-narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag std_mean var_mean
+narrow_copy diag_embed addmv index_copy eye _weight_norm_interface _reshape_alias mvlgamma block_diag
 """
 """Packets that torch's table of decompositions takes apart, without loss of gradients."""
 
@@ -71,7 +72,7 @@ def decomposed(program: ExportedProgram, device: torch.device, local_batch_norm:
     """The functional program, whose composite operations are taken apart. What they are made of may be composite again."""
     _fuse_nll_losses(program)
     keep_gradients(program)
-    table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets()}
+    table = {**batch_norms(local_batch_norm), **loss_functions(), **recurrent_nets(), **statistics()}
     try:
         if torch.is_autocast_enabled(device.type):
             raise NotLocal("casts of autocast")
