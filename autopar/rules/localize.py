@@ -29,9 +29,11 @@ def localize_uneven_args(node: Node, result_shapes: Sequence[Shape], sharded: in
     """The node that one rank runs where data ranks have uneven shards of the batch. `result_shapes` are those of the outputs on
     the shards of all other axes: a ``B`` in dimension `sharded`, which the data axis shards, is the batch of this rank; any other
     one is the whole batch, as in numbers that stay global. The outputs keep their shapes."""
-    packet = node.op.split(".")[1]
+    packet, record = node.op.split(".")[1], operation(node.op)
     named = argument(node, 1 if packet == "slice" else 2, "dim", 0) or 0
-    only = named % max(1, len(result_shapes[0])) if isinstance(named, int) and operation(node.op).sizes_at is None else None
+    if record.groups_at is not None:
+        named = _channel_dim(node, record.groups_at)
+    only = named % max(1, len(result_shapes[0])) if isinstance(named, int) and record.sizes_at is None else None
 
     def marked(arg: Arg, dim: int | None) -> Arg:
         if isinstance(arg, tuple):
@@ -57,7 +59,7 @@ def _local_sizes(node: Node, result_shapes: Sequence[Shape], data_size: int) -> 
     elif packet.startswith("upsample") and isinstance(argument(node, 1, "output_size", None), tuple):
         local[1, "output_size"] = _numbers(result_shapes[0][2:])
     elif record.groups_at is not None:
-        local = _groups(node, result_shapes[0], record.groups_at)
+        local = _groups(node, result_shapes[0], record.groups_at, data_size)
     return local
 
 
@@ -113,13 +115,20 @@ def _split(node: Node, local: Sequence[Shape], data_size: int) -> dict[tuple[int
     return {(1, "split_size"): size_argument(sizes[0])}
 
 
-def _groups(node: Node, local: Shape, at: int) -> dict[tuple[int, str], Arg]:
+def _groups(node: Node, local: Shape, at: int, data_size: int) -> dict[tuple[int, str], Arg]:
     """The groups of channels of one rank: in proportion to its channels of the result."""
     name = "num_groups" if at == 1 else "groups"
-    groups, whole = argument(node, at, name, 1), node.outputs[0].shape
-    packet = node.op.split(".")[1]
-    spatial = len(node.args[3]) if packet == "convolution" else int(packet[-2]) if at > 1 else len(whole) - 2  # type: ignore[arg-type]
-    channels = len(whole) - spatial - 1
-    if groups == 1 or local[channels] == whole[channels]:
+    groups, dim = argument(node, at, name, 1), _channel_dim(node, at)
+    if groups == 1:
         return {}
-    return {(at, name): size_argument(as_dim(as_sympy(_dim(groups)) * as_sympy(local[channels]) / as_sympy(whole[channels])))}
+    every, whole = (as_sympy(scale_batch(each, data_size)) for each in (_dim(groups), node.outputs[0].shape[dim]))
+    return {(at, name): size_argument(as_dim(every * as_sympy(local[dim]) / whole))}
+
+
+def _channel_dim(node: Node, at: int) -> int:
+    """The dimension of the channels of the result, where argument `at` is their number of groups."""
+    packet, rank = node.op.split(".")[1], len(node.outputs[0].shape)
+    if at == 1:
+        return 1
+    spatial = len(node.args[3]) if packet == "convolution" else int(packet[-2])  # type: ignore[arg-type]
+    return rank - spatial - 1

@@ -10,7 +10,7 @@ from autopar.cost_models.compute.kernels import VECTOR_DTYPE, product_efficiency
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.graph import Node
-from autopar.operations.notation.rule import argument
+from autopar.operations.images.convolutions import convolution_groups
 from autopar.operations.operation import Sizes
 from autopar.operations.table import operation
 
@@ -28,17 +28,14 @@ def convolution(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> Convolu
     """None of other operations."""
     if not operation(node.op).convolution or len(a) < 2:
         return None
-    return Convolution(a[0], out[0], int(len(a[0]) == len(a[1])), _group_product(node, a, out[0]))
+    return Convolution(a[0], out[0], int(len(a[0]) == len(a[1])), _group_product(node, a, out))
 
 
-def _group_product(node: Node, a: Sequence[Sizes], result: Sizes) -> tuple[int, int, int, int] | None:
+def _group_product(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> tuple[int, int, int, int] | None:
     """The matrix products of a convolution with groups: how many, and rows (pixels), columns and inner dimension of each."""
-    at = operation(node.op).groups_at
-    assert at is not None
-    groups = argument(node, at, "groups", 1)
-    assert isinstance(groups, int)
-    if len(a[0]) != len(a[1]) or groups == 1:
+    if len(a[0]) != len(a[1]) or (groups := convolution_groups(node, a, out)) == 1:
         return None
+    result = out[0]
     return groups, result[0] * prod(result[2:]), result[1] // groups, a[0][1] // groups * prod(a[1][2:])
 
 

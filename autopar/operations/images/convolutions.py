@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from autopar.ir.dims import Shape
-from autopar.ir.graph import Arg, Node
+from autopar.ir.dims import Dim, Shape
+from autopar.ir.graph import Arg, Node, Symbol
 from autopar.operations.images.space import Halo, HaloOf, exchanging, numbers, space_words, window_halo
 from autopar.operations.notation.line_text import fixed, line_text
 from autopar.operations.notation.rule import DerivedLine, argument
@@ -66,22 +66,32 @@ def _convolution(
     node: Node, shapes: tuple[Shape, ...], channels: tuple[str, list[str], str], groups: Arg, halo: HaloOf | None
 ) -> DerivedLine:
     """`channels` are the words of the channels of the input, of the first two dimensions of the weight, and of the result."""
-    assert isinstance(groups, int)
     result = node.outputs[0].shape
     batch = ["n"] if len(shapes[0]) == len(shapes[1]) else []
     spaces = space_words(node, shapes, halo) if batch else [list(map(fixed, shape[1:])) for shape in (shapes[0], result)]
     x = [*batch, channels[0], *spaces[0]]
     weight = [*channels[1], *map(fixed, shapes[1][2:])]
     bias = [[channels[2]] for _ in shapes[2:]]
-    known = () if groups == 1 else (("g", groups),)
+    known = () if groups == 1 else (("g", _size(groups)),)
     return DerivedLine(line_text([x, weight, *bias], [[*batch, channels[2], *spaces[1]]]), known)
 
 
+def _size(groups: Arg) -> Dim:
+    """The number of groups, which may be one of the batch: a filter for each example."""
+    return groups.dim if isinstance(groups, Symbol) else int(groups)  # type: ignore[arg-type]
+
+
+def convolution_groups(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> int:
+    """The number of groups, from the sizes of operands and result, which have channels in dimension 1."""
+    return (out[0] if _is_transposed(node) else a[0])[1] // a[1][1]
+
+
+def _is_transposed(node: Node) -> bool:
+    return "transpose" in node.op or (packet(node.op) == "aten.convolution" and bool(argument(node, 6, "transposed", False)))
+
+
 def _flops(node: Node, a: Sequence[Sizes], out: Sequence[Sizes]) -> float:
-    transposed = "transpose" in node.op or (
-        packet(node.op) == "aten.convolution" and bool(argument(node, 6, "transposed", False))
-    )
-    return 2.0 * prod(a[0] if transposed else out[0]) * prod(a[1][1:])
+    return 2.0 * prod((a if _is_transposed(node) else out)[0]) * prod(a[1][1:])
 
 
 def _expression(call: OperationCall) -> str | None:

@@ -1,4 +1,4 @@
-"""Floats that a forward computes of the batch size (``1 / x.shape[0]``), at any batch, on any plan, in any argument."""
+"""Numbers that a forward computes of the batch size (``1 / x.shape[0]``), at any batch, on any plan, in any argument."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an argument": lambda h, y: (h.clamp(max=h.shape[0] / 16) + torch.full((12,), y.shape[0] / 7) - y).pow(2).mean(),
     "a factor": lambda h, y: torch.add(h, y, alpha=h.shape[0] - 1).pow(2).mean() + torch.sub(h, y, alpha=1 / h.shape[0]).sum(),
     "a whole number": lambda h, y: (h * (h.shape[0] * 1.0) - y / (y.shape[1] * 1.0)).pow(2).mean(),
+    "filters of each example": lambda h, y: (
+        F.conv1d(h.view(1, -1, 6), y[:, :6].reshape(-1, 1, 3), padding=1, groups=2 * h.shape[0]).square().mean()
+        + F.conv_transpose1d(h.view(-1, 3), y[:, :8].reshape(-1, 2, 1), groups=h.shape[0]).square().mean()
+    ),
     "a constant of an operation": lambda h, y: (
         F.smooth_l1_loss(h, y, beta=2 / h.shape[0]) + F.layer_norm(h, (12,), eps=1 / h.shape[0]).sum()
     ),
@@ -69,7 +73,7 @@ def test_equals_one_process(ranks: RankPool, degrees: str) -> None:
             ranks.run(train_on_ranks, term, degrees, world=2)
 
 
-@pytest.mark.parametrize("term", ["a term of the loss", "an argument", "a factor", "a whole number"])
+@pytest.mark.parametrize("term", ["a term of the loss", "an argument", "a factor", "a whole number", "filters of each example"])
 def test_a_plan_file_keeps_them(term: str) -> None:
     plan = autopar.plan(Net(term), "local:2", batch(8), force="dp=2,micro=2", cache=False)
     again = Plan.from_json(plan.to_json())
