@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from autopar.capture.layers import CONTAINERS
-from autopar.ir.batch_totals import line_that_fixes, why_one_graph
+from autopar.ir.batch_totals import OPEN_BATCH, line_that_fixes, why_one_graph
 from autopar.ir.graph import Block, Graph, Node
 from autopar.operations.control_flow import OPAQUE
 from autopar.operations.factories import CONSTANT
@@ -70,7 +70,7 @@ def fixed_sizes(graph: Graph, closed: Mapping[str, tuple[int, ...]]) -> Iterator
         yield Finding(
             "fixed", f"the batch is fixed at {graph.batch}: no micro-batches, no pipeline",
             line_that_fixes(graph).rsplit("/", 1)[-1] or "the model's forward",
-            "take sizes from x.shape[0] without int(), and make tensors of it with x.new_zeros or expand",
+            OPEN_BATCH,
         )  # fmt: skip
     for name, sizes in closed.items():
         shown = ", ".join(map(str, sizes))

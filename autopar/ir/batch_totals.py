@@ -47,6 +47,12 @@ class BatchAxisPlacements:
 FIXED_AT = "the batch is fixed, since it becomes a number at"
 """Begins the note of a graph whose batch is not symbolic; the line of the model follows."""
 
+OPEN_BATCH = (
+    "use x.shape[0] without int(), len() or a list, compute all examples at once in place of a loop, and pass tensors with one "
+    "element per example (torch.linspace) as inputs"
+)
+"""The remedies for a batch that is fixed."""
+
 
 def line_that_fixes(graph: Graph) -> str:
     """The line of the model that makes a number of the batch; empty where none is known."""
@@ -56,7 +62,7 @@ def line_that_fixes(graph: Graph) -> str:
 def why_fixed(graph: Graph) -> str:
     """Return why a graph whose batch is not symbolic is of this batch only, with the line of the model."""
     line = line_that_fixes(graph)
-    at = f" (it becomes a number at {line}: take it from x.shape[0], without int(), len() or a list)" if line else ""
+    at = f" (it becomes a number at {line}: {OPEN_BATCH})" if line else ""
     return f"{graph.name} was captured at a batch of {graph.batch} only{at}"
 
 

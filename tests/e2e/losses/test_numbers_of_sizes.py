@@ -81,6 +81,24 @@ def test_a_plan_file_keeps_them(term: str) -> None:
     assert (certificate := prove_program(again)).holds, certificate.line()
 
 
+FIXED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    r"without int\(\)": (lambda h, y: h * int(h.shape[0]), lambda h, y: h * h.shape[0]),
+    "at once in place of a loop": (lambda h, y: torch.stack([row * 2 for row in h]), lambda h, y: h * 2),
+    "as inputs": (lambda h, y: h * torch.linspace(0, 1, h.shape[0], dtype=h.dtype)[:, None], lambda h, y: h * y),
+}
+"""What fixes the batch, and what the line says to write in its place."""
+
+
+@pytest.mark.parametrize("remedy", FIXED)
+def test_what_fixes_the_batch_is_said_with_its_remedy(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, instead = (lambda h, y, each=each: each(h, y).pow(2).mean() for each in FIXED[remedy])
+    monkeypatch.setitem(TERMS, "fixed", written)
+    with pytest.raises(autopar.AutoparError, match=rf"becomes a number at test_numbers_of_sizes.py:\d+: .*{remedy}"):
+        autopar.plan(Net("fixed"), "local:2", batch(8), force="dp=1,pp=2,micro=2", cache=False)
+    monkeypatch.setitem(TERMS, "fixed", instead)
+    autopar.plan(Net("fixed"), "local:2", batch(8), force="dp=1,pp=2,micro=2", cache=False)
+
+
 def test_a_quotient_by_the_batch_is_no_size() -> None:
     """As files had them that were saved when such numbers were floored."""
     text = autopar.plan(Net("a term of the loss"), "local:2", batch(8), force="dp=2", cache=False).to_json()
