@@ -165,6 +165,42 @@ class Tied(Stack):
         return super().forward(self.again(torch.tanh(self.head(x))))
 
 
+class Shared(Tied):
+    """With a block that is there twice, a module in two blocks, and a tied weight before a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, self.blocks[0])
+        self.blocks[3].run[3] = self.blocks[2].run[3]
+        self.again.bias = nn.Parameter(torch.ones(8))
+        del self.spare
+
+
+def names_of(model: Any) -> list[Any]:
+    """The parameters of the model and of its parts by name, and which of them are one."""
+    parts = [model, model.again, *model.blocks, model.blocks[3].run[3]]
+    once = [[name for name, _ in part.named_parameters()] for part in parts]
+    every = [(name, each) for part in parts for name, each in part.named_parameters(remove_duplicate=False)]
+    own, saved = [name for name, _ in model.again.named_parameters(recurse=False)], list(model.again.state_dict())
+    first = {id(each): name for name, each in reversed(every)}
+    return [once, [(name, first[id(each)]) for name, each in every], own, saved, len(list(model.modules()))]
+
+
+def names_of_shared() -> None:
+    plain = Shared()
+    parallel = parallel_of(plain, torch.ones(4, 8))
+    assert names_of(parallel) == names_of(plain)
+    for model in (plain, parallel):
+        model.again.requires_grad_(False)
+        model.blocks[1].eval()
+    assert names_of(parallel) == names_of(plain)
+    assert not parallel.head.weight.requires_grad and not parallel.blocks[0].run.training
+
+
+def test_shared_modules_and_tied_parameters_are_there_under_each_name(ranks: RankPool) -> None:
+    ranks.run(names_of_shared, world=1)
+
+
 def other_states() -> None:
     """On a rank: a state in another dtype, with two values of a tied weight, is loaded as one process does; one with another
     shape is refused."""

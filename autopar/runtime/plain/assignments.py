@@ -31,7 +31,7 @@ class Assignments:
     def __init__(self, root: nn.Module, state: State, plain: PlainModel | None) -> None:
         self.root: Any = weakref.ref(root)
         self.state, self.plain = state, plain
-        self.paths = {id(node): path for path, node in root.named_modules(remove_duplicate=False)}
+        self.paths = {id(node): path for path, node in root.named_modules()}
         entries = [(path, each) for path, node in root.named_modules() for each in _members(node)]
         self._entries = [each for _, each in entries]
         self._sizes = [len(each) for each in self._entries]
@@ -56,8 +56,8 @@ class Assignments:
     def assign(self, node: nn.Module, name: str, value: Any) -> None:
         """Do ``node.name = value``."""
         where = _join(self.paths.get(id(node), ""), name)
-        further = node.__dict__.get("further_tensors", {})
-        held = next((each[name] for each in (*_members(node), further) if name in each), None)
+        away = node.__dict__.get("on_other_stages", {})
+        held = next((each[name] for each in (*_members(node), away) if name in each), None)
         if held is not None and held is value:  # node.name += 1
             return
         spec = self.state.index.specs.get(self._first_name(where))
@@ -123,7 +123,7 @@ class Assignments:
     def delete(self, node: nn.Module, name: str) -> None:
         """Do ``del node.name``."""
         where = _join(self.paths.get(id(node), ""), name)
-        if any(name in each for each in (*_members(node), node.__dict__.get("further_tensors", {}))):
+        if any(name in each for each in (*_members(node), node.__dict__.get("on_other_stages", {}))):
             raise self._refused(where)
         model = node.__dict__.get("without_data")
         values = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]

@@ -1,8 +1,8 @@
 """The tree of a parallel model's modules: those of the plain model by their paths, with its parameters and modes, and without its
 computation.
 
-Tied parameters stand under their further names too, and those of other stages of a pipeline have shape, dtype and size, and no
-values.
+Tied parameters stand under all of their names, as shared modules do. Those of other stages of a pipeline have shape, dtype and
+size, and no values: they are attributes, and no parameters.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TreeNode(nn.Module):
         return name == "training"
 
     def __getattr__(self, name: str) -> Any:
-        """Return also tied parameters, those of other stages of a pipeline, without values, plain attributes of the module
-        (``config``, ``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
-        further = self.__dict__.get("further_tensors", {})
-        if name in further:
-            return further[name]
+        """Return also parameters of other stages of a pipeline, without values, plain attributes of the module (``config``,
+        ``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
+        away = self.__dict__.get("on_other_stages", {})
+        if name in away:
+            return away[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -53,29 +53,6 @@ class TreeNode(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         self.__dict__["assignments"].delete(self, name)
-
-    def _tied(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this module that stand under another name first."""
-        further = self.__dict__.get("further_tensors", {})
-        return {name: each for name, each in further.items() if not isinstance(each, OnAnotherStage)}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        tied = self._tied()
-        destination.update({prefix + name: each if keep_vars else each.detach() for name, each in tied.items()})
-        module = self.__dict__.get("without_data")
-        for key in [prefix + name for name in (*module._parameters, *module._buffers)] if tied and module is not None else ():
-            if key in destination:
-                destination[key] = destination.pop(key)  # in the order of the plain model
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: list[str]) -> None:
-        missing, unexpected, errors = problems
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        for name, each in self._tied().items():
-            if (key := prefix + name) in state_dict:
-                unexpected[:] = [other for other in unexpected if other != key]
-                with torch.no_grad():
-                    each.copy_(state_dict[key])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._add(name)
@@ -218,17 +195,20 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
     """Give `root` the tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them.
     Return all of them."""
     root.training = plain.training
-    nodes, classes = list[nn.Module](), dict[type, type]()
-    for path, module in plain.skeleton.named_modules():
-        node = _child(root, path.split(".") if path else [])
+    nodes, classes = dict[int, nn.Module](), dict[type, type]()
+    for path, module in plain.skeleton.named_modules(remove_duplicate=False):
+        if id(module) in nodes:  # a shared module is one
+            parent, leaf = node_of(root, path)
+            parent._modules[leaf] = nodes[id(module)]
+            continue
+        node = nodes[id(module)] = _child(root, path.split(".") if path else [])
         if isinstance(node, Container):
             node.stand_for(module, classes)
         else:
             node.__dict__["without_data"] = module
         if path:
             node.training = module.training
-        nodes.append(node)
-    return nodes
+    return list(nodes.values())
 
 
 def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> None:
@@ -249,8 +229,8 @@ def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> N
 
 
 def register_further_tensors(root: nn.Module, state: State, names: Mapping[str, str]) -> None:
-    """Add tied parameters under their further names, and those of other stages, without values. `names` has the first name of
-    each."""
+    """Register tied parameters and buffers under their further names too, and keep those of other stages of a pipeline beside
+    them, without values. `names` has the first name of each."""
     held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     index = state.index
     away = {n: on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
@@ -258,7 +238,15 @@ def register_further_tensors(root: nn.Module, state: State, names: Mapping[str, 
     tied = {key: every[name] for key, name in names.items() if key != name and name in every}
     for name, tensor in (away | tied).items():
         node, leaf = node_of(root, name)
-        node.__dict__.setdefault("further_tensors", {})[leaf] = tensor
+        if isinstance(tensor, OnAnotherStage):
+            node.__dict__.setdefault("on_other_stages", {})[leaf] = tensor
+            continue
+        own: dict[str, Any] = node._parameters if isinstance(tensor, nn.Parameter) else node._buffers
+        own[leaf] = tensor
+        module = node.__dict__.get("without_data")
+        for each in () if module is None else [*module._parameters, *module._buffers]:
+            if each in own:
+                own[each] = own.pop(each)  # in the order of the plain model
 
 
 def node_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -39,16 +39,13 @@ def frozen_before(plan: str) -> None:
 
 def frozen_later(plan: str) -> None:
     parallel, reference = parallel_of(net(), plan), net()
-    names = [[name for name, _ in reference.named_parameters() if name.startswith(start)] for start in ("layers.0", "words")]
 
     def freeze(model: nn.Module) -> Callable[[int], None]:
-        """A layer, then the tied weights, which several stages of a pipeline have."""
-        own = dict(model.named_parameters())
+        """A layer, then the tied weights by their second name, which several stages of a pipeline have."""
 
         def after_step(index: int) -> None:
-            for name in names[index] if index < 2 else ():
-                if name in own:
-                    own[name].requires_grad_(False)
+            if index < 2:
+                (model.layers[0], model.head)[index].requires_grad_(False)
 
         return after_step
 
