@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,19 +73,6 @@ class ShardedModule(TreeNode):
         mesh = self.program.mesh.state_mesh
         for buffer in super().buffers(recurse):
             yield replicated(buffer, mesh)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Allow ``.to(...)`` and the like where they change nothing."""
-        for tensor in (*self.state.parameters.values(), *self.state.buffers.values()):
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            if (after := fn(probe)).dtype != probe.dtype:
-                raise StateError(
-                    "a parallel model keeps its dtypes: convert the plain model before autopar.parallelize, or pass "
-                    'precision="bf16" there, which computes in 16 bits over the weights'
-                )
-            if after.device.type != probe.device.type:
-                raise StateError("a parallel model stays on the devices of its cluster: leave .to(device), .cpu() or .cuda() out")
-        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""

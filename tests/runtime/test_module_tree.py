@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,6 +222,26 @@ def other_states() -> None:
 def test_states_are_loaded_as_by_one_process(ranks: RankPool) -> None:
     """What the forward does not use took the dtype of the state, and of tied names the first had the values, not the last."""
     ranks.run(other_states, world=1)
+
+
+def conversions() -> None:
+    """On a stage of a pipeline, of parts that it has, that the other one has and that no program uses."""
+    x = torch.ones(4, 8)
+    parallel = autopar.parallelize(Stack(), "local:2", (x,), force="pp=2", cache=False)
+    expected = parallel(x).item()
+    for part in (parallel, parallel.blocks[0], parallel.blocks[1:], parallel.blocks[2].gains[:1], parallel.spare):
+        for same in (part.to("cpu"), part.float(), part.cpu(), part.to(x), part.to_empty(device="cpu")):
+            assert same is part
+        changes = partial(part.to, torch.bfloat16), part.double, partial(part.to, "meta"), partial(part.type, torch.float64)
+        for change in (*changes, partial(part._apply, torch.Tensor.clone)):
+            with pytest.raises(autopar.errors.StateError, match=r"\A(a parallel model (keeps|stays)|_apply would make).*\Z"):
+                change()
+    assert parallel.blocks[0].run[1].double() is not None and parallel(x).item() == expected
+
+
+def test_conversions_are_refused_where_they_change_something(ranks: RankPool) -> None:
+    """Those of a part made tensors that no program reads, and ended in an error of torch where they change nothing."""
+    ranks.run(conversions, world=2)
 
 
 class Counting(Stack):

@@ -8,14 +8,14 @@ size, and no values: they are attributes, and no parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import RuntimeProblem
+from ..errors import RuntimeProblem, StateError
 from ..state.materialize import State
 from .another_stage import OnAnotherStage, on_another_stage
 from .plain_attributes import attribute_of
@@ -53,6 +53,27 @@ class TreeNode(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         self.__dict__["assignments"].delete(self, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Allow ``.to(...)``, ``.float()`` and the like where they change nothing."""
+        device: torch.device = self.assignments.state.mesh.device
+        every = self.__dict__.get("without_data", self)  # with what other stages and no programs have: all ranks say the same
+        for dtype in {each.dtype for each in (*nn.Module.parameters(every), *nn.Module.buffers(every))}:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            if (after := fn(probe)).dtype != dtype:
+                raise StateError(
+                    "a parallel model keeps its dtypes: convert the plain model before autopar.parallelize, or pass "
+                    'precision="bf16" there, which computes in 16 bits over the weights'
+                )
+            if after.device.type != device.type:
+                raise StateError("a parallel model stays on the devices of its cluster: leave .to(device), .cpu() or .cuda() out")
+            if after is not probe and after.device == probe.device:
+                raise StateError("_apply would make other tensors, which programs do not see: fill those there (parameter.copy_)")
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Allow it on the devices of the cluster, where the tensors keep their values."""
+        return self.to(device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._add(name)
@@ -102,6 +123,7 @@ class ItemNode(TreeNode):
         out = Container()
         part = self.__dict__["without_data"][key]
         out.stand_for(part, {})
+        out.__dict__["assignments"] = self.__dict__["assignments"]
         held: Any = out._parameters if isinstance(part, nn.ParameterList) else out._modules
         held.update(zip([*part._parameters, *part._modules], items[key], strict=True))
         return out
