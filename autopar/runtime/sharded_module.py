@@ -27,6 +27,7 @@ from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
 from .plain.optimizer_groups import ParameterKind
 from .plain.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from .plain.plain_loading import EXTRA, converts_states, extra_state, extra_states, load_into_part
 from .plain.plain_model import PlainModel
 from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
@@ -82,6 +83,16 @@ class ShardedModule(TreeNode):
             return state
         return ShardedStateDict(state, self._why_part_of_state(state))
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.plain is not None and EXTRA in extra_states(self.plain.skeleton):
+            destination[prefix + EXTRA] = extra_state(self.plain.skeleton)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.plain is not None and EXTRA in extra_states(self.plain.skeleton) and (key := prefix + EXTRA) in state_dict:
+            self.plain.skeleton.set_extra_state(state_dict.pop(key))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _why_part_of_state(self, state: Mapping[str, Any]) -> str:
         """Return why a plain model cannot load it; "" where it can."""
         if self.program.mesh.pp.size > 1:
@@ -106,6 +117,8 @@ class ShardedModule(TreeNode):
     def load_plain_state(self, state: Mapping[str, Any], strict: bool, prefix: str = "") -> Any:
         """Load the full state dict of the plain model, or of its module whose names begin with `prefix`."""
         assert self.plain is not None
+        if converts_states(self.plain.skeleton.get_submodule(prefix.removesuffix("."))):
+            return self._load_converted(self.plain, state, strict, prefix)
         named = {prefix + key: value for key, value in state.items()}
         missing, unexpected = self.plain.unfit_keys(named, prefix)
         if strict and (missing or unexpected):
@@ -116,6 +129,18 @@ class ShardedModule(TreeNode):
             )
         self._load_full(named, "load_state_dict", part=not strict or bool(prefix))
         return _IncompatibleKeys(*([key.removeprefix(prefix) for key in keys] for keys in (missing, unexpected)))
+
+    def _load_converted(self, plain: PlainModel, state: Mapping[str, Any], strict: bool, prefix: str) -> Any:
+        """Load a state dict that the model's own code converts, which needs the values of now: what it gets is loaded."""
+        names = {key: name for key, name in plain.names.items() if key.startswith(prefix) or name.startswith(prefix)}
+        with self.loading("load_state_dict"):
+            held = {name: each.clone() for name, each in plain.unused.items() if name in names.values()}
+            for name in dict.fromkeys(names.values()):
+                if name not in held:
+                    held[name] = self.state.broadcast_full(name).to("cpu", copy=True)
+            result, values = load_into_part(plain.skeleton, prefix.removesuffix("."), state, strict, held)
+        self._load_full({key: values[name] for key, name in names.items()}, "load_state_dict", part=True)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse torch.save, pickle and copy.copy."""

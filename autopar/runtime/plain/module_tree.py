@@ -19,6 +19,7 @@ from ..errors import RuntimeProblem, StateError
 from ..state.materialize import State
 from .another_stage import OnAnotherStage, on_another_stage
 from .plain_attributes import attribute_of
+from .plain_loading import extra_state
 from .plain_model import PlainModel
 
 
@@ -74,6 +75,10 @@ class TreeNode(nn.Module):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Allow it on the devices of the cluster, where the tensors keep their values."""
         return self.to(device)
+
+    def _register_load_state_dict_pre_hook(self, hook: Any, with_module: bool = False) -> Any:
+        module = self.__dict__.get("without_data", super())  # of which there are copies, and its hooks have it
+        return module._register_load_state_dict_pre_hook(hook, with_module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._add(name)
@@ -165,6 +170,7 @@ class Container(ItemNode, metaclass=_Kind):
         kind = type(module)
         if kind not in classes:
             names = {"kind": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            names |= {"get_extra_state": _extra_state, "set_extra_state": _set_extra_state}  # called where `kind` has them
             classes[kind] = _Kind(kind.__name__, (Container,), names)
         object.__dict__["__class__"].__set__(self, classes[kind])
 
@@ -213,6 +219,14 @@ class Container(ItemNode, metaclass=_Kind):
     register_full_backward_pre_hook = register_backward_hook = _no_hook
 
 
+def _extra_state(node: nn.Module) -> Any:
+    return extra_state(node.__dict__["without_data"])
+
+
+def _set_extra_state(node: nn.Module, state: Any) -> None:
+    node.__dict__["without_data"].set_extra_state(state)
+
+
 def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
     """Give `root` the tree of the model's modules, each in its mode: ``parallel.encoder.eval()`` and ``isinstance`` work on them.
     Return all of them."""
@@ -228,6 +242,8 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
             node.stand_for(module, classes)
         else:
             node.__dict__["without_data"] = module
+        for hooks in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):  # those that are registered later too
+            node.__dict__[hooks] = module.__dict__[hooks]
         if path:
             node.training = module.training
     return list(nodes.values())

@@ -23,12 +23,13 @@ from ..state.weight_source import Weight, named_tensors, whole_weight
 from .frozen_reads import FrozenReads
 from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
+from .plain_loading import extra_state, extra_states, filled, set_extra_states
 
 
 class PlainModel:
     """The plain model of a parallel one. `frozen`: what programs read of the `skeleton`, a copy on the meta device. `updated`:
     buffers that the forward writes into. `names`: each key of its state dict with the first name of that tensor. `unused`:
-    tensors of the state that the program does not read. `extra`: entries of the state dict that are no parameters or buffers.
+    tensors of the state that the program does not read.
     `right_in`: whether the program computes what the model does in training (True) or evaluation (False). `slow_path`: torch may
     take its fast path through a ``TransformerEncoder`` of the model in evaluation, and the program does not."""
 
@@ -44,7 +45,7 @@ class PlainModel:
         self.frozen, self.skeleton, self.right_in = frozen, frozen.model, right_in
         self.training, self.slow_path = self.skeleton.training, slow_path
         self.names, extra = first_names(model)
-        self.extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
+        self._extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
         self.parameter_kinds = {name: ParameterKind(each.dim(), each.requires_grad) for name, each in model.named_parameters()}
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
@@ -52,7 +53,7 @@ class PlainModel:
     def copied(self) -> PlainModel:
         """Return it for another parallel model, whose attributes are its own."""
         out = copy.copy(self)
-        out.extra = dict(self.extra)
+        out._extra = dict(self._extra)
         out.frozen = self.frozen.copied(copy.deepcopy(self.skeleton))
         out.skeleton = out.frozen.model
         return out
@@ -88,10 +89,16 @@ class PlainModel:
         wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
         self.unused = {name: whole_weight(source(name)).clone() for name in wanted}
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The entries of the state dict that are no parameters or buffers, as they are now."""
+        return self._extra | {key: extra_state(each) for key, each in extra_states(self.skeleton).items() if key in self._extra}
+
     def state_dict(self, held: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Full tensors by name as the state dict of the plain model, which loads it strictly; tied names share one tensor."""
         every = {**self.unused, **held}
-        return {key: every[name] for key, name in self.names.items()} | self.extra
+        with filled(self.skeleton, every):
+            return {key: every[name] for key, name in self.names.items()} | self.extra
 
     def canonical(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A state dict of the plain model by first names; of tied ones the last has the values, as where torch loads it. Buffers
@@ -110,11 +117,13 @@ class PlainModel:
                 if state[key].shape != held.shape:
                     raise StateError(f"{key} has shape {tuple(state[key].shape)} but the model's has {tuple(held.shape)}")
                 self.unused[name] = state[key].detach().to(held, copy=True)
-        self.extra |= {key: state[key] for key in self.extra if key in state}
+        extra = {key: state[key] for key in self._extra if key in state}
+        self._extra |= extra
+        set_extra_states(self.skeleton, extra)
 
     def unfit_keys(self, state: Mapping[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
         """Missing and unexpected keys of a state dict of the model, or of its module whose names begin with `prefix`."""
-        expected = [key for key in (*self.names, *self.extra) if key.startswith(prefix)]
+        expected = [key for key in (*self.names, *self._extra) if key.startswith(prefix)]
         return [key for key in expected if key not in state], [key for key in state if key not in expected]
 
 
