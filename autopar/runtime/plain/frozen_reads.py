@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -93,9 +94,13 @@ class FrozenReads:
         initial: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.reads, self.names, self.others = model, Reads(), tuple(names), others
-        self.initial: dict[str, str] = dict(initial or {})
+        self.initial: dict[str, str] = {}
+        self._values: tuple[NamedValue, ...] = ()
         self._family: weakref.WeakSet[FrozenReads] = weakref.WeakSet((self,))
         self._take(reads)
+        if initial is not None:
+            self.initial = dict(initial)
+            self._compare()
 
     def add(self, reads: Reads) -> None:
         """Add the reads of a further program, with the values of now, at which it was captured."""
@@ -112,9 +117,10 @@ class FrozenReads:
 
     def _take(self, reads: Reads) -> None:
         self.reads = reads
+        absent = {value.place for value in self._values} - self.initial.keys()  # set since then, where a class has the first
         self._values = (*self._attributes(), *self.names)
         self._look()
-        self.initial = {**self._now, **self.initial}
+        self.initial = {place: text for place, text in self._now.items() if not _is_inside(place, absent)} | self.initial
         self._compare()
 
     def changed(self) -> tuple[Change, ...]:
@@ -167,6 +173,12 @@ class FrozenReads:
         before, now = self.initial, self._now
         self._changed = tuple((place, text) for place, text in sorted(now.items()) if before.get(place) != text)
         self._changed += tuple((place, "") for place in sorted(before.keys() - now.keys()))
+
+
+def _is_inside(place: str, places: Collection[str]) -> bool:
+    """Return whether a value is at one of the places, or in the object that is there."""
+    ends = (match.start() for match in re.finditer(r"[.\[]|$", place))
+    return any(place[:end] in places for end in ends)
 
 
 def read_attributes(modules: Iterable[tuple[str, nn.Module]], reads: Reads) -> Iterator[tuple[str, nn.Module, str]]:

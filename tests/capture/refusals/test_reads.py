@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -98,6 +100,22 @@ def test_attributes_of_classes(kind: type, name: str, place: str, monkeypatch: p
     assert [each for each, _ in frozen.changed()] == ([place] if place else [])
     monkeypatch.undo()
     assert frozen.changed() == ()
+
+
+def test_attributes_of_classes_that_a_module_got_since() -> None:
+    """In a copy, and when a further program reads more, it was taken for the value of the first program."""
+    model = Derived()
+    with recorded_reads() as record:
+        capture(model, (torch.randn(4, 4),))
+    frozen = FrozenReads(copy_without_data(model, None), record.reads)
+    frozen.model.gain = 7.0
+    assert [each for each, _ in frozen.changed()] == ["gain"]
+    copied = frozen.copied(copy.deepcopy(frozen.model))
+    frozen.add(Reads(frozenset({(f"{Derived.__module__}.Derived", "more")})))
+    for each in (frozen, copied):
+        assert [place for place, _ in each.changed()] == ["gain"]
+        del each.model.gain
+        assert each.changed() == ()
 
 
 class Limits:

@@ -20,9 +20,7 @@ WIDTH, PLANS = 8, ("dp=2,tp=1,zero=3,pp=1", "tp=2,dp=1,pp=1", "pp=2,dp=1,tp=1")
 class Scaled(nn.Linear):
     """Reads its extra state in the forward, and takes an old name of its bias."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.factor = 1.0
+    factor = 1.0
 
     def get_extra_state(self) -> dict[str, float]:
         return {"factor": self.factor}
