@@ -153,8 +153,8 @@ class Heartbeat(PeerWatch):
             self._raise_problem(error)
             return
         with self.lock:  # where all ranks fail alike and go on, this is no failure of another rank
-            self.failed_entry = self.entries
-            if self.problem_entry == self.entries:
+            self.failures.add(self.entries)
+            if self.problem_entry in self.failures:
                 self.problem = self.problem_entry = None
         self._report(f"failure/{self.entries}", self._own_failure(error))
 

@@ -144,7 +144,8 @@ class PeerWatch:
         self.doing: Callable[[], str] | None = None
         """The work of the main thread in a watched section; None between them."""
         self.entered = 0.0
-        self.failed_entry = -1
+        self.failures: set[int] = set()
+        """The sections in which this rank failed, and went on."""
         self.problem: str | None = None
         self.problem_entry: int | None = None
         """The section in which another rank failed and may go on; None where its process ends."""
@@ -242,7 +243,7 @@ class PeerWatch:
         """Take over a failure that was reported: of a process that ends, or in this rank's current or last section."""
         for entry in (None, self.entries, self.entries - 1):
             key = f"{self.prefix}/failure" + ("" if entry is None else f"/{entry}")
-            if entry != self.failed_entry and self.store.check([key]):
+            if entry not in self.failures and self.store.check([key]):
                 self._set_problem(self.store.get(key).decode(), entry)
                 return self.problem is not None
         return False
@@ -284,7 +285,7 @@ class PeerWatch:
 
     def _set_problem(self, message: str, entry: int | None = None) -> None:
         with self.lock:
-            if self.problem is None and (entry is None or entry != self.failed_entry):
+            if self.problem is None and (entry is None or entry not in self.failures):
                 self.problem, self.problem_since, self.problem_entry = message, time.monotonic(), entry
 
     def _without_store(self) -> None:

@@ -106,10 +106,11 @@ def test_who_ends_after_its_work_is_no_failure(exits: list[int]) -> None:
     alive.close()
 
 
-def test_who_goes_on_after_an_error_of_all_ranks_is_no_failure() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_goes_on_after_errors_of_all_ranks_is_no_failure(times: int) -> None:
     store = Store()
     hearts = [beating(store, rank, 2) for rank in range(2)]
-    for heart in hearts:
+    for heart in hearts * times:
         with pytest.raises(ValueError, match="skipped"), heart.watching(lambda: "a step"):
             raise ValueError("this batch is skipped")
     time.sleep(0.3)
