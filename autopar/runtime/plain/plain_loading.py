@@ -33,7 +33,7 @@ def load_into_part(
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Load a state dict into the part at `path` of a model without data that is given these `values` for it, by first names.
     Return the result of torch, and the values then."""
-    with filled(model, values):
+    with fill(model, values):
         try:
             result = model.get_submodule(path).load_state_dict(state, **({} if strict else {"strict": False}))
         except RuntimeError as error:
@@ -43,7 +43,7 @@ def load_into_part(
 
 
 @contextmanager
-def filled(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give a model without data these tensors, by first names; afterwards it has none again."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (own, dict(own)) for module in model.modules() for own in (module._parameters, module._buffers)
@@ -71,7 +71,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Set those of modules of a model without data, which has none afterwards either."""
-    with filled(model, {}):
+    with fill(model, {}):
         for key, module in extra_states(model).items():
             if key in states:
                 module.set_extra_state(states[key])

@@ -23,7 +23,7 @@ from ..state.weight_source import Weight, named_tensors, whole_weight
 from .frozen_reads import FrozenReads
 from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
-from .plain_loading import extra_state, extra_states, filled, set_extra_states
+from .plain_loading import extra_state, extra_states, fill, set_extra_states
 
 
 class PlainModel:
@@ -97,7 +97,7 @@ class PlainModel:
     def state_dict(self, held: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Full tensors by name as the state dict of the plain model, which loads it strictly; tied names share one tensor."""
         every = {**self.unused, **held}
-        with filled(self.skeleton, every):
+        with fill(self.skeleton, every):
             return {key: every[name] for key, name in self.names.items()} | self.extra
 
     def canonical(self, state: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
