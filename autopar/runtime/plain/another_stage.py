@@ -21,6 +21,9 @@ _KNOWN = frozenset(
 )
 """The questions that may be asked of one."""
 
+QUESTIONS_OF_SHAPE = _KNOWN - {"grad", "is_meta", "device", "is_cuda", "is_cpu"} | {"data", "detach"}
+"""Those whose answer a tensor without data gives as the model's own."""
+
 _VIEWS = frozenset(
     ("data", "detach", "getitem", "select", "narrow", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "t", "T")
     + ("unbind", "chunk", "split", "diagonal")
@@ -36,12 +39,10 @@ class OnAnotherStage(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        every = list(_tensors((args, tuple(kwargs.values()))))
+        every = list(tensors_in((args, tuple(kwargs.values()))))
         me = next(each for each in every if isinstance(each, OnAnotherStage))
-        full = word = getattr(func, "__name__", "")
-        if full in ("__get__", "__set__"):  # of a property
-            word = getattr(getattr(func, "__self__", None), "__name__", word)
-        word, sets = word.strip("_"), full == "__set__"
+        full, word = function_name(func)
+        sets = full == "__set__"
         if word in _KNOWN and (word != "grad" or not sets or args[1] is None):
             return without_overrides(func, *args, **kwargs)
         others = [each for each in every if each is not me]
@@ -58,10 +59,19 @@ class OnAnotherStage(torch.Tensor):
         return f"<{self.message}>"
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def function_name(func: Any) -> tuple[str, str]:
+    """Return the name of a function of torch (``__get__`` of a property), and the word for it (``grad``)."""
+    full = word = getattr(func, "__name__", "")
+    if full in ("__get__", "__set__"):  # of a property
+        word = getattr(getattr(func, "__self__", None), "__name__", word)
+    return full, word.strip("_")
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in values, and in lists of them."""
     for each in values:
         if isinstance(each, (list, tuple)):
-            yield from _tensors(each)
+            yield from tensors_in(each)
         elif isinstance(each, torch.Tensor):
             yield each
 

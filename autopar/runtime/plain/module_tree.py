@@ -72,6 +72,15 @@ class TreeNode(nn.Module):
                 raise StateError("_apply would make other tensors, which programs do not see: fill those there (parameter.copy_)")
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let parameters train, those of other stages of a pipeline too, so that this stage can count them."""
+        super().requires_grad_(requires_grad)
+        for module in self.modules():
+            for each in module.__dict__.get("on_other_stages", {}).values():
+                if isinstance(each, nn.Parameter):
+                    each.requires_grad_(requires_grad)
+        return self
+
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Allow it on the devices of the cluster, where the tensors keep their values."""
         return self.to(device)

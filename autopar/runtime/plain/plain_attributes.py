@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-import io
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,6 +13,7 @@ from torch import nn
 
 from ..errors import AttributeProblem, RuntimeProblem, StateError
 from .frozen_reads import LEAVES, Fields, FrozenReads, Reads, leaves, read_attributes
+from .methods import call_method
 
 _LIBRARIES = ("torch", "transformers", "diffusers")
 _MISSING = object()
@@ -95,7 +91,7 @@ def _content(value: Any, fields: Fields) -> _Content:
 
 def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name: str) -> Any:
     """Return an attribute of a module of the model (`skeleton`, without data) that is no module or tensor, or a method of its own
-    class for the `node` that stands for it (see `_called`). AttributeProblem where there is none, or the forward has set it."""
+    class for the `node` that stands for it (`call_method`). AttributeProblem where there is none, or the forward has set it."""
     check_attribute(frozen, skeleton, name)
     if name in _RESETS and isinstance(reset := inspect.getattr_static(type(skeleton), name, None), FunctionType):
         return partial(_reset, reset, node)
@@ -125,11 +121,11 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     owner = next((each for each in type(skeleton).__mro__ if name in each.__dict__), type(None))
     if not _library(owner) or name in _COUNTS:
         if isinstance(attribute, FunctionType):
-            return partial(_called, attribute, skeleton, node)
+            return partial(call_method, attribute, skeleton, node)
         if isinstance(attribute, (staticmethod, classmethod)):
             return getattr(type(skeleton), name)
-        if isinstance(attribute, property) and attribute.fget is not None:
-            return attribute.fget(node)
+        if isinstance(attribute, property) and isinstance(attribute.fget, FunctionType):
+            return call_method(attribute.fget, skeleton, node)
         if isinstance(attribute, type) or (attribute is not None and not callable(attribute)):
             return attribute
     elif isinstance(attribute, property) and isinstance(value := getattr(skeleton, name), (bool, int, float, str)):
@@ -172,46 +168,6 @@ def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
         )
 
 
-def _called(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A method of the model's class. What counts (parameters, FLOPs) is asked of the model without data, which has all of the
-    parameters under every plan; what does more than return numbers or text runs on the parallel model."""
-    if all(_is_plain(each) for each in (*args, *kwargs.values())):
-        output, result, restore = io.StringIO(), None, _restoring(skeleton)
-        quiet = contextlib.suppress(Exception), contextlib.redirect_stdout(output)
-        with quiet[0], quiet[1], torch.no_grad(), _trained_now(skeleton, node) as now:
-            result = method(skeleton, *args, **kwargs)
-            if any(each.requires_grad != before for each, before in now):
-                result = None  # it freezes parameters, and says how many
-        if result is not None and _is_plain(result):
-            print(output.getvalue(), end="")
-            return result
-        restore()  # what it has set is set once more by the parallel model
-    return method(node, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _trained_now(skeleton: nn.Module, node: nn.Module) -> Iterator[list[tuple[nn.Parameter, bool]]]:
-    """Let the parameters of a model without data train that do on the parallel model, and yield which do. A stage of a pipeline
-    knows its own."""
-    planned = [(each, each.requires_grad) for each in skeleton.parameters()]
-    own = dict(node.named_parameters())
-    for name, parameter in skeleton.named_parameters():
-        if name in own:
-            parameter.requires_grad_(own[name].requires_grad)
-    now = [(each, each.requires_grad) for each, _ in planned]
-    if [train for _, train in now] != [train for _, train in planned] and node.__dict__["assignments"].state.mesh.pp.size > 1:
-        warnings.warn(
-            "which parameters train was changed after autopar.parallelize, which a stage of a pipeline knows of its own: a count "
-            "of those that train has the others as they were",
-            stacklevel=4,
-        )
-    try:
-        yield now
-    finally:
-        for parameter, train in planned:
-            parameter.requires_grad_(train)
-
-
 def _reset(method: FunctionType, node: nn.Module) -> None:
     """Give parameters or buffers their first values, as one process draws them."""
     if node.__dict__["assignments"].state.mesh.pp.size > 1:
@@ -220,33 +176,3 @@ def _reset(method: FunctionType, node: nn.Module) -> None:
             "parallel.load_full_state(model.state_dict())"
         )
     method(node)
-
-
-def _restoring(model: nn.Module) -> Callable[[], None]:
-    """A function that gives the modules of a model the attributes of now again, what is in their lists and dictionaries too (peft
-    appends to ``merged_adapters``), and which parameters train."""
-    every = [(vars(module), dict(vars(module))) for module in model.modules()]
-    inside: list[tuple[Any, Any]] = [
-        (value, copy.copy(value)) for _, own in every for value in own.values() if type(value) in (list, dict, set)
-    ]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-
-    def restore() -> None:
-        for held, before in (*every, *inside):
-            if isinstance(held, list):
-                held[:] = before
-            else:
-                held.clear()
-                held.update(before)
-        for parameter, before in trained:
-            parameter.requires_grad_(before)
-
-    return restore
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(each) for each in value)
-    if isinstance(value, dict):
-        return all(_is_plain(each) for each in value.values())
-    return value is None or isinstance(value, (int, float, complex, str, torch.dtype))
