@@ -98,12 +98,20 @@ class Calls:
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
         loss, others = self._step(variant, inputs, training)
+        if not self._takes_gradients(inputs):  # FSDP2 and stages of a pipeline give them a graph, whose backward would do nothing
+            loss, others = loss.detach(), [each.detach() for each in others]
         if drawn is not None and seed_stream.counts() != drawn:
             raise RuntimeProblem(
                 "torch.utils.checkpoint(use_reentrant=True) calls this model once more in the backward, which draws other random "
                 "numbers (dropout): leave checkpoint out, since the plan says what is recomputed, or pass use_reentrant=False"
             )
         return self._result(variant, loss, others)
+
+    def _takes_gradients(self, inputs: dict[str, torch.Tensor]) -> bool:
+        """Return whether a parameter of any stage trains, or an input takes a gradient."""
+        if self.state.trains() or any(each.requires_grad for each in inputs.values()):
+            return True
+        return self.program.mesh.pp.size > 1 and (self.variants is None or self.variants.trains)
 
     def _result(self, variant: Variant, loss: Any, others: Any) -> Any:
         """Return the model's result, whose backward is watched."""

@@ -160,6 +160,7 @@ class Variants:
         self.lacks = Lacks()  # of the last call
         self.autocast = ""
         self.unfrozen = UnfrozenParameters(first.state)
+        self.trains = True  # a parameter of any stage, in the last call
         self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
 
     def different_programs(self) -> list[Program]:
@@ -325,15 +326,15 @@ class Variants:
     def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
         variants, or with batches of different sizes, or have begun different numbers of backwards."""
-        changed = self.unfrozen.changed()
+        changed, self.trains = self.unfrozen.changed(), self.first.state.trains()
         several, seeds = several_ranks(), [*self.first.program.mesh.seed_change()]
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            least, most = bounds_on_ranks(torch.tensor([number, backwards, changed, *seeds]), [self.control])
+            least, most = bounds_on_ranks(torch.tensor([number, backwards, changed, self.trains, *seeds]), [self.control])
             same_call, same_backwards, same_changes, *_ = (least == most).tolist()
-            seeds = most[3:].tolist()  # scripts may seed each rank otherwise
+            self.trains, seeds = bool(most[3]), most[4:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)

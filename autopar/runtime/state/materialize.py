@@ -106,6 +106,10 @@ class State:
             dist.broadcast(full, self.mesh.rank_in_stage(holder), self.mesh.group(pp.name))
         return full
 
+    def trains(self) -> bool:
+        """Return whether any parameter of this stage takes gradients."""
+        return any(each.requires_grad for each in self.parameters.values())
+
     def on_all_stages(self, value: Any) -> list[Any]:
         """Return the value of each stage (all ranks must call)."""
         pp = self.mesh.pp

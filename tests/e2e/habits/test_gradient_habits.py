@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.harness.comparison import different_numbers, training_differences
@@ -54,6 +55,23 @@ def frozen_later(plan: str) -> None:
     expected = train(reference, batches, adamw(), after_step=freeze(reference))
     state = {name: tensor for name, tensor in found.state.items() if name in expected.state}
     assert not (wrong := training_differences(found._replace(state=state), expected)), wrong[:3]
+
+
+def freeze_all(plan: str) -> None:
+    parallel, gradients = parallel_of(net(), plan), []
+    for model in (parallel, net()):
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        loss = model(**batch())
+        assert not loss.requires_grad
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss.backward()
+        if parallel.program.mesh.pp.size == 1:
+            x = batch()["x"].requires_grad_()
+            model(**batch() | {"x": x}).backward()
+            gradients.append(x.grad)
+    if gradients:
+        torch.testing.assert_close(*gradients)
 
 
 def frozen_later_on_the_plain_model(plan: str) -> str:
