@@ -164,6 +164,13 @@ def check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         if hasattr(model, "full_state") and hasattr(model, "checkpoints"):
             raise CaptureError("this model is parallel already: pass the plain model, and use what parallelize returned as it is")
+        for module in nn.Module.modules(model):
+            for name in ("parameters", "named_parameters"):
+                if getattr(type(module), name) is not getattr(nn.Module, name):
+                    raise CaptureError(
+                        f"{type(module).__name__}.{name} overrides that of nn.Module, and may leave out parameters, which the "
+                        f"parallel model would have: give it another name (trained_{name}), and call that"
+                    )
         return
     name = getattr(model, "__name__", type(model).__name__)
     if isinstance(model, type):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.a(x), y)
 
 
+class Chosen(Net):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter([self.a.bias])
+
+
 def batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {"x": torch.zeros(4, 8, dtype=dtype), "y": torch.zeros(4, 8, dtype=dtype)}
 
@@ -43,6 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class": (dict(model=Net), "Net is a class: pass an instance"),
     "function": (dict(model=torch.relu), "relu is a function: write it as the forward"),
     "state dict": (dict(model=Net().state_dict()), "a state dict has no forward"),
+    "own parameters": (dict(model=nn.Sequential(Chosen())), r"Chosen.parameters overrides .*another name \(trained_parameters\)"),
     "no model": (dict(model=None), "has to be an nn.Module"),
     "cluster 4": (dict(cluster=4), 'cluster=4 names none: write "local:4"'),
     "no cluster": (dict(cluster=None), "cluster=None names none"),
