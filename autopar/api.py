@@ -65,10 +65,11 @@ from autopar.runtime.device.groups import several_ranks
 from autopar.runtime.device.mesh import MeshHandle, launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.errors import MismatchProblem
-from autopar.runtime.parallel import Parallel
+from autopar.runtime.parallel import Parallel, is_attribute
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.plain.code_reads import Code, code_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
+from autopar.runtime.plain.plain_attributes import own_names
 from autopar.runtime.plain.plain_model import PlainModel, hooked_modules, shared_parameter
 from autopar.runtime.pretrained.load import pretrained_source
 from autopar.runtime.state.weight_source import BroadcastSource, fill_missing, named_state
@@ -347,6 +348,12 @@ def _warn_of(model: nn.Module, code: Code, compile: bool | str) -> None:
         warnings.warn(
             "hooks do not run in the parallel program (what they compute of tensors was captured once): those of "
             + ", ".join(hooked),
+            stacklevel=3,
+        )
+    if hidden := [name for name in own_names(model) if is_attribute(name) and name != "generate"]:  # which runs the model's own
+        warnings.warn(
+            f"{', '.join(hidden)} of {type(model).__name__}: parallel.{hidden[0]} is another thing. Rename what you read or "
+            "call, or take modules and tensors from parallel.get_submodule(name), get_parameter(name) and get_buffer(name)",
             stacklevel=3,
         )
     if shared := shared_parameter(model):

@@ -256,7 +256,7 @@ class Parallel(ShardedModule):
 
     def keeps(self, name: str) -> bool:
         """Return whether an attribute is this object's own, and not the model's."""
-        own = hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
+        own = is_attribute(name)
         if own and self.plain is not None and name in vars(self.plain.skeleton).keys() - vars(nn.Module()).keys():
             raise StateError(
                 f"{name} is an attribute of the model, and of the parallel model another one: set it before autopar.parallelize"
@@ -286,6 +286,11 @@ class Parallel(ShardedModule):
             with self._watch("the copy of the model"):
                 copy = memo[id(self)] = _copied(self)
         return copy
+
+
+def is_attribute(name: str) -> bool:
+    """Return whether a parallel model has an attribute of that name itself, which hides one of its model."""
+    return hasattr(Parallel, name) or name in (Parallel.__annotations__ | ShardedModule.__annotations__)
 
 
 class ParallelContainer(ItemNode, Parallel):

@@ -45,6 +45,26 @@ class TreeNode(nn.Module):
                 raise
         return attribute_of(self.__dict__["assignments"].plain.frozen, module, self, name)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module by its path, also one that is called like an attribute of the parallel model (``memory``)."""
+        name, _, rest = target.partition(".")
+        child = self._modules.get(name)
+        return super().get_submodule(target) if child is None else child.get_submodule(rest)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return a parameter by its path, as `get_submodule` does."""
+        tensor = self._tensor(target)
+        return tensor if isinstance(tensor, nn.Parameter) else super().get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """Return a buffer by its path, as `get_submodule` does."""
+        tensor = self._tensor(target)
+        return super().get_buffer(target) if tensor is None or isinstance(tensor, nn.Parameter) else tensor
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        further = self.__dict__.get("further_tensors", {})
+        return next((each[name] for each in (self._parameters, self._buffers, further) if name in each), None)
+
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")
         if assignments is None or self.keeps(name):

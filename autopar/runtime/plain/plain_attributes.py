@@ -141,6 +141,14 @@ def _library(kind: type) -> bool:
     return kind.__module__.split(".")[0] in _LIBRARIES and kind.__module__ != nn.ModuleList.__module__
 
 
+def own_names(model: nn.Module) -> list[str]:
+    """Return the public names of a model's modules, tensors and attributes, and of the methods of its own classes, without those
+    of nn.Module."""
+    methods = (name for kind in type(model).__mro__ if not _library(kind) for name in vars(kind))
+    names = dict.fromkeys((*model._modules, *model._parameters, *model._buffers, *vars(model), *methods))
+    return [name for name in names if not (name.startswith("_") or name == "training" or hasattr(nn.Module, name))]
+
+
 def _forwarded(skeleton: nn.Module, node: nn.Module, name: str) -> tuple[Any, ...]:
     """Return what a class with a ``__getattr__`` of its own finds inside, as PeftModel does, for the node of that module, in a
     tuple; empty where it finds nothing."""
