@@ -62,8 +62,8 @@ class TreeNode(nn.Module):
         return super().get_buffer(target) if tensor is None or isinstance(tensor, nn.Parameter) else tensor
 
     def _tensor(self, name: str) -> torch.Tensor | None:
-        further = self.__dict__.get("further_tensors", {})
-        return next((each[name] for each in (self._parameters, self._buffers, further) if name in each), None)
+        away = self.__dict__.get("on_other_stages", {})
+        return next((each[name] for each in (self._parameters, self._buffers, away) if name in each), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")
