@@ -161,7 +161,7 @@ LARGE = numpy.random.default_rng(0).standard_normal((2**19, 1, 4), dtype="float3
 REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "item": (lambda f, x: f(x).sum() * x.max().item(), "data of a tensor"),
     "branch": (lambda f, x: f(x).sum() if x.sum() > 0 else f(x).mean(), "data of a tensor"),
-    "boolean index": (lambda f, x: f(x)[x > 0].sum(), "data of a tensor"),
+    "boolean index": (lambda f, x: f(x)[x > 0].cumsum(0).sum(), "data of a tensor"),
     "tensor hook": (lambda f, x: _hooked(f(x)).sum(), "hook"),
     "a large constant": (lambda f, x: (f(x) + torch.from_numpy(LARGE)).sum(), "too large for a constant"),
 }
