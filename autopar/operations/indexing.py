@@ -96,8 +96,7 @@ def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
     given = node.args[1]
     assert isinstance(given, tuple)
     dims = [i for i, item in enumerate(given) if isinstance(item, Ref)]
-    runs = {shapes[0][i:j] for j in range(len(shapes[0]) + 1) for i in range(j - 1)}
-    if dims != list(range(len(dims))) or not runs.isdisjoint(shapes[1:-1]):
+    if dims != list(range(len(dims))) or any(_covers(index, shapes[0]) for index in shapes[1:-1]):
         return None
     rank, values = len(shapes[0]), shapes[-1]
     tail = rank - len(dims)
@@ -108,6 +107,14 @@ def index_put_rule(node: Node, shapes: tuple[Shape, ...]) -> DerivedLine | None:
             own[-back] = letter(rank - back)
     indices = [list(map(fixed, shape)) for shape in shapes[1:-1]]
     return DerivedLine(line_text([names, *indices, own], [names]))
+
+
+def _covers(index: Shape, x: Shape) -> bool:
+    """Return whether an index may be a mask of several dimensions of x, where the batch of one may be a number."""
+    runs = (x[at : at + len(index)] for at in range(len(x) - len(index) + 1)) if len(index) > 1 else ()
+    return any(
+        all(isinstance(a, str) or isinstance(b, str) or a == b for a, b in zip(index, run, strict=True)) for run in runs
+    )
 
 
 def _sharded_embedding(node: Node, axis: str) -> Node:

@@ -113,6 +113,50 @@ def test_functions_of_other_files_know_types(tmp_path: Path, monkeypatch: pytest
     assert "isinstance" not in vars(near) and "type" not in vars(sys.modules["far_types"])
 
 
+METACLASS = """
+class Meta(type):
+    def __new__(mcs, name, bases, namespace):
+        return super().__new__(mcs, name, bases, namespace | {"factor": 2})
+
+class Plain:
+    pass
+
+def answers(x):
+    class Made(metaclass=Meta):
+        pass
+    class Other(type):
+        pass
+    def annotated(kinds: list[type[int]]) -> type | None:
+        return None
+    return [
+        type(Plain) is type, type(int) == type, {type: 2}.get(type(Plain)), type.__name__, str(type), Made.factor,
+        isinstance(Made, type), issubclass(Meta, type), type(Other("Third", (), {})) is Other,
+        type("Fourth", (Plain,), {})().__class__.__name__,
+        type(x).__name__, type(x.shape[0]) in (int, float), type([x])((x,))[0] is x, isinstance(x.shape[0], (str, int)),
+    ]
+"""
+
+
+def test_type_does_as_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for values of a trace; a module that has a name of its own like that keeps it."""
+    (tmp_path / "own_types.py").write_text(METACLASS)
+    (tmp_path / "own_name.py").write_text('type = "relu"\n\ndef answers(x):\n    return type == "relu"')
+    (tmp_path / "late_names.py").write_text("from own_types import *")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own, named = importlib.import_module("own_types"), importlib.import_module("own_name")
+    found: list[object] = []
+
+    def ask(x: Tensor) -> bool:
+        importlib.import_module("late_names")
+        found[:] = [*own.answers(x), named.answers(x)]
+        return True
+
+    monkeypatch.setattr(sys.modules[__name__], "functions", {"own": own.answers, "named": named.answers}, raising=False)
+    graph_of(ask, 8)
+    assert found == [*own.answers(torch.ones(8, 4)), named.answers(torch.ones(8, 4))]
+    assert not {"type", "isinstance"} & (vars(own).keys() | vars(sys.modules["late_names"]).keys()) and named.type == "relu"
+
+
 class Checked(nn.Module):
     """Refuses large numbers, which it reads from the data."""
 

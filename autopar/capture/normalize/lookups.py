@@ -100,12 +100,12 @@ def mask_assignments(node: Node, graph: Lookup) -> Rewritten | None:
     if node.op != "aten.index_put" or len(operands) != 3 or node.args[3:] not in ((), (False,)):
         return None
     x, indices, value = node.args[:3]
-    _, places, values = operands
+    whole, places, values = operands
     assert isinstance(indices, tuple)
-    if not isinstance(indices[-1], Ref):
-        return None
-    after = len(node.outputs[0].shape) - (len(indices) - 1) - len(places.shape)
-    if places.dtype != "bool" or len(values.shape) > after:
+    before, after = len(indices) - 1, len(whole.shape) - (len(indices) - 1) - len(places.shape)
+    # a mask of a fixed number of examples would be broadcast, and another dtype of the value is x's
+    fits = isinstance(indices[-1], Ref) and places.shape == whole.shape[before : len(whole.shape) - after]
+    if not fits or places.dtype != "bool" or values.dtype != whole.dtype or len(values.shape) > after:
         return None
     shape = (*places.shape, *[1] * after)
     over = node_like(node, "aten.reshape", (Ref(places.name), size_args(shape)), f"{node.name}_mask", shape, "bool", False)

@@ -14,12 +14,13 @@ from autopar.capture.layers import CALL_MARK
 
 TORCH_ROOT = torch.__file__.rsplit("/", 1)[0]
 _LIBRARIES = (TORCH_ROOT, random.__file__, "/autopar/capture/", "/autopar/ops/", "/numpy/", "/einops/", "/contextlib.py", "<")
+_TYPED = ("<stdin>", "<ipython-input")
 _FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.M)
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file of code is the user's."""
-    return not any(part in file for part in _LIBRARIES)
+    """Return whether a file of code is the user's, also a cell of a notebook and what comes from the standard input."""
+    return file.startswith(_TYPED) or not any(part in file for part in _LIBRARIES)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

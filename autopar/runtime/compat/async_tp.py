@@ -56,21 +56,25 @@ def fuse(graph: fx.Graph, groups: Groups) -> None:
     from torch.distributed import _symmetric_memory as symmetric
 
     least = {each.name: each.least_elements for each in groups}
+    sending = {each.name for each in groups if not each.symmetric}
     # its functions look for symmetric memory and NCCL, which messages do without
     with symmetric._test_mode(set(least)), replaced(dist, "is_nccl_available", lambda: True):
-        # reduce-scatters first: a product that has both is priced so
+        # reduce-scatters first: a product that has both is priced so; messages have no products in float8
         for scatter in passes.find_reduce_scatter_patterns(graph):
             whole = scatter.input_node
             if _fits(whole, scatter.scatter_dim, least.get(scatter.group_name)) and not _is_gradient(whole):
-                passes.fuse_matmul_reduce_scatter(scatter)
+                product = passes._find_producer_matmul(whole)
+                if scatter.group_name not in sending or type(product) is passes._Matmul:
+                    passes.fuse_matmul_reduce_scatter(scatter)
         for gather in passes.find_all_gather_patterns(graph):
             if _fits(gather.res_node, gather.gather_dim, least.get(gather.group_name)):
-                passes.fuse_all_gather_matmul(gather)
+                products = passes._find_consumer_matmuls(gather.res_node)
+                if gather.group_name not in sending or {*map(type, products)} == {passes._Matmul}:
+                    passes.fuse_all_gather_matmul(gather)
     by_messages = {
         torch.ops.symm_mem.fused_all_gather_matmul.default: torch.ops.autopar.all_gather_products.default,
         torch.ops.symm_mem.fused_matmul_reduce_scatter.default: torch.ops.autopar.product_reduce_scatter.default,
     }
-    sending = {each.name for each in groups if not each.symmetric}
     for node in graph.nodes:
         if node.target in by_messages and node.args[-1] in sending:
             node.target, node.kwargs = by_messages[node.target], {}

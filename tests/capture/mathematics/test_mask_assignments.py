@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.oracles.interpret_graph import loss_and_gradients
+from support.oracles.interpret_graph import loss_and_gradients, run_graph
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -41,12 +41,17 @@ def put_columns(h: Tensor, mask: Tensor, token: Tensor) -> None:
     h[:, mask[0]] = token[0]
 
 
+def put_fixed_rows(h: Tensor, mask: Tensor, token: Tensor) -> None:
+    """A mask of four examples: no choice, which would broadcast it."""
+    h[mask[:1].expand(4, -1)] = token
+
+
 def put_channel(h: Tensor, mask: Tensor, token: Tensor) -> None:
     """Two indices: no choice."""
     h[mask, torch.tensor([0])] = token[1]
 
 
-@pytest.mark.parametrize("write", [clip, put_token, put_row, put_columns, put_channel])
+@pytest.mark.parametrize("write", [clip, put_token, put_row, put_columns, put_channel, put_fixed_rows])
 def test_equals_torch(write: Write) -> None:
     torch.manual_seed(0)
     model = Model(write).double()
@@ -55,8 +60,24 @@ def test_equals_torch(write: Write) -> None:
     expected.backward()
     graph = capture(model, (x, mask))
     ops = [node.op for block in graph.blocks for node in block.nodes]
-    assert ("aten.where.self" in ops, "aten.index_put" in ops) == (write is not put_channel, write is put_channel)
+    puts = write in (put_channel, put_fixed_rows)
+    assert ("aten.where.self" in ops, "aten.index_put" in ops) == (not puts, puts)
     loss, gradients = loss_and_gradients(graph, model.state_dict(), {"x": x, "mask": mask})
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(gradient, model.get_parameter(parameter).grad, rtol=1e-9, atol=1e-12)
+
+
+class Counts(nn.Module):
+    """An assignment to integers, of which the value has another dtype: torch casts it."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        counts = counts.clone()
+        counts[counts > 2] = torch.tensor(1.7)
+        return (x * counts).sum()
+
+
+def test_the_value_is_of_the_dtype_of_what_it_is_put_into() -> None:
+    x, counts = torch.rand(4, 6).double(), torch.randint(0, 5, (4, 6))
+    graph = capture(Counts(), (x, counts))
+    assert run_graph(graph, {}, {"x": x, "counts": counts}).item() == pytest.approx(Counts()(x, counts).item(), rel=1e-12)

@@ -22,6 +22,8 @@ from support.harness.run_program import train_pipelines
 from support.judges.inductor_graphs import run_and_get_graphs
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
@@ -32,7 +34,7 @@ from autopar.runtime import collectives as C
 from autopar.runtime.comm import async_tp
 from autopar.runtime.comm.async_tp import async_tp_groups
 from autopar.runtime.comm.async_tp_products import all_gather_products, product_reduce_scatter
-from autopar.runtime.compat.async_tp import AsyncTpGroup
+from autopar.runtime.compat.async_tp import AsyncTpGroup, fuse
 from autopar.runtime.compat.compile import BlockBackend, compiler_named
 from autopar.runtime.device.axis import AxisHandle
 from autopar.runtime.device.mesh import MeshHandle
@@ -152,6 +154,29 @@ def test_pieces_of_four_ranks(ranks: RankPool) -> None:
     for fused, difference in ranks.run(layer_in_pieces, "graphs", False, False, False, 4, world=4, timeout=240):
         assert fused == [(2, 2), (2, 0)]
         assert difference < 1e-9
+
+
+def scaled_products() -> list[bool]:
+    """On a rank: whether products in float8 are fused with collectives, with symmetric memory and by messages."""
+    name = MeshHandle({"tp": 2}).tp.group_name
+    c10d, found = torch.ops._c10d_functional, []
+
+    def gathered(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, name))
+        product = torch.ops.aten._scaled_mm.default(whole, weight, scale, scale, None, None, torch.bfloat16)
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(product, "sum", 2, name))  # type: ignore[no-any-return]
+
+    with FakeTensorMode():
+        x, weight = torch.empty(32, 64, dtype=torch.float8_e4m3fn), torch.empty(64, 64, dtype=torch.float8_e4m3fn).t()
+        for symmetric in (True, False):
+            graph = make_fx(gathered)(x, weight, torch.ones(())).graph
+            fuse(graph, frozenset({AsyncTpGroup(name, 1, symmetric)}))
+            found.append(any("fused" in str(node.target) for node in graph.nodes))
+    return found
+
+
+def test_products_in_float8_have_no_messages(ranks: RankPool) -> None:
+    assert ranks.run(scaled_products, world=2) == [[True, False]] * 2
 
 
 def operators_alone(dim: int, dtype: torch.dtype) -> list[float]:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -16,59 +17,104 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from autopar.capture.tracing.places import is_users
-from autopar.runtime.compat.hooks import replaced
 
 _NUMBERS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 _TENSORS: tuple[type, ...] = (FakeTensor, FunctionalTensor)
-_NO_FORWARDS = sys.stdlib_module_names | {__name__.partition(".")[0]}
+_NO_FORWARDS = sys.stdlib_module_names - {"__main__"} | {__name__.partition(".")[0]}
 
 
-class _TypeOfType(type):
-    """Makes `Type` do as ``type`` does, but for values of a trace."""
+class _Type:
+    """Stands for ``type`` in modules of the user, and does as it does, but for values of a trace."""
 
-    def __call__(cls, *arguments: Any, **keywords: Any) -> type:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) > 1 or keywords:
             return type(*arguments, **keywords)
-        kind = type(*arguments)
+        kind: Any = type(*arguments)
         if kind in _TENSORS:
             return nn.Parameter if isinstance(arguments[0], nn.Parameter) else torch.Tensor
-        return type(_NUMBERS.get(kind, arguments[0]))
+        return self if kind is type else type(_NUMBERS.get(kind, arguments[0]))
 
-    def __instancecheck__(cls, value: Any) -> bool:
+    def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, type)
 
-    def __subclasscheck__(cls, kind: type) -> bool:
+    def __subclasscheck__(self, kind: type) -> bool:
         return issubclass(kind, type)
 
+    def __mro_entries__(self, bases: Any) -> tuple[type]:
+        return (type,)  # of a metaclass
 
-class Type(type, metaclass=_TypeOfType):
-    """Stands for ``type`` in modules of the user."""
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is type
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type, name)
+
+    def __getitem__(self, item: Any) -> Any:
+        return type[item]
+
+    def __or__(self, other: Any) -> Any:
+        return type | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | type
+
+    def __repr__(self) -> str:
+        return repr(type)
 
 
 def _is_instance(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) or (type(value) in _NUMBERS and isinstance(_NUMBERS[type(value)], kinds))
 
 
+_STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _Type()}
+
+
 @contextmanager
 def plain_types(model: nn.Module) -> Iterator[None]:
     """Let ``isinstance`` and ``type`` take a symbol for a number and a fake tensor for a tensor, in the modules of the classes
     of `model` and in those of the user whose functions, classes or modules these name."""
-    names = [kind.__module__ for each in model.modules() for kind in type(each).__mro__]
-    modules: dict[str, ModuleType] = {}
+    before = set(sys.modules)
+    changed = [
+        (vars(module), name) for module in _modules_of(model) for name in _STAND_INS if name not in vars(module)
+    ]  # a module may have a name of its own like that
+    for names, name in changed:
+        names[name] = _STAND_INS[name]
+    try:
+        yield
+    finally:
+        further = [getattr(module, "__dict__", {}) for name, module in list(sys.modules.items()) if name not in before]
+        for names, name in (*changed, *((names, name) for names in further for name in _STAND_INS)):
+            if names.get(name) is _STAND_INS[name]:  # further ones have it by an import of all names
+                del names[name]
+
+
+def _modules_of(model: nn.Module) -> list[ModuleType]:
+    """Return the modules of the user whose code a forward may run."""
+    found: dict[str, ModuleType] = {}
+    names = [name for each in model.modules() for kind in type(each).__mro__ for name in (kind.__module__, *_named(vars(each)))]
     while names:
         name = names.pop()
         module = sys.modules.get(name)
-        if module is None or name in modules or name.partition(".")[0] in _NO_FORWARDS:
+        if module is None or name in found or name.partition(".")[0] in _NO_FORWARDS:
             continue
-        if is_users(getattr(module, "__file__", None) or "<"):
-            modules[name] = module
-            for value in vars(module).values():
-                if isinstance(value, ModuleType):
-                    names.append(value.__name__)
-                elif isinstance(value, FunctionType | type):
-                    names.append(value.__module__)
-    with ExitStack() as hooks:
-        for module in modules.values():
-            hooks.enter_context(replaced(module, "isinstance", _is_instance))
-            hooks.enter_context(replaced(module, "type", Type))
-        yield
+        if name == "__main__" or is_users(getattr(module, "__file__", None) or "<"):
+            found[name] = module
+            names += _named(vars(module))
+    return list(found.values())
+
+
+def _named(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of modules that hold the code of these values, and of functions in dictionaries."""
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from (each.__module__ for each in value.values() if isinstance(each, FunctionType))
+        value = value.func if isinstance(value, partial) else value
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType | type):
+            yield value.__module__
+        else:
+            yield type(value).__module__
