@@ -11,7 +11,10 @@ from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.errors import ClusterError
 from autopar.ir.mesh import DATA_AXIS, Axis, Mesh
 
-_WITHIN_CPU = "loopback"
+_SYMMETRIC_GENERATIONS = ("hopper", "blackwell")
+_SYMMETRIC_LINK = "nvlink"
+_MOST_DEVICES_OF_A_HOST = 8
+_RACK_DEVICES = ("GB200", "GB300")
 
 
 def check_mesh(cluster: Cluster, mesh: Mesh) -> None:
@@ -57,19 +60,30 @@ def shares_data_links(cluster: Cluster, mesh: Mesh, axis: int) -> bool:
     return links_of_axis(cluster, mesh, mesh.index(DATA_AXIS)).shares(links_of_axis(cluster, mesh, axis))
 
 
+def has_symmetric_memory(cluster: Cluster) -> bool:
+    """Return whether devices of a host have each other's memory in their address space, and engines that copy from it beside
+    products: Hopper and later with NVLink, but for racks, where NVLink joins hosts of four devices."""
+    devices = [each.device for each in cluster.groups] or [cluster.device]
+    inner = {each.links[0] for each in cluster.groups} or {*cluster.links[:1]}
+    known = all(each.generation in _SYMMETRIC_GENERATIONS and not each.name.startswith(_RACK_DEVICES) for each in devices)
+    return known and all(link.name == _SYMMETRIC_LINK and 1 < link.devices <= _MOST_DEVICES_OF_A_HOST for link in inner)
+
+
 def async_tp_axes(cluster: Cluster, mesh: Mesh) -> tuple[int, ...]:
-    """Return the model axes on which collectives run in pieces with products, where the software does so: those over one switch,
-    on which a device has all of its bandwidth towards each of the others."""
+    """Return the model axes on which collectives run in pieces with products, where the software does so: those within a node
+    with symmetric memory, and by messages those over one switch, on which a device has all of its bandwidth towards each of the
+    others."""
     if not cluster.overlap.async_tensor_parallel:
         return ()
     axes = (axis for axis, each in enumerate(mesh.axes) if each.name != DATA_AXIS and each.size > 1)
     levels = {axis: links_of_axis(cluster, mesh, axis).levels for axis in axes}
-    return tuple(axis for axis, found in levels.items() if len(found) == 1 and _is_switch(found[0].link))
+    symmetric, sends = has_symmetric_memory(cluster), cluster.overlap.async_tp_by_messages
 
+    def runs_beside(found: tuple[Level, ...]) -> bool:
+        inside = symmetric and all(level.link.name == _SYMMETRIC_LINK for level in found)
+        return inside or (sends and len(found) == 1 and found[0].link.kind == "switch")
 
-def _is_switch(link: Link) -> bool:
-    """Return whether a link is a switch beside the devices: messages within a CPU are copies by the cores that compute."""
-    return link.kind == "switch" and link.name != _WITHIN_CPU
+    return tuple(axis for axis, found in levels.items() if runs_beside(found))
 
 
 def links_of_group(cluster: Cluster, mesh: Mesh, axis: int, group: int) -> AxisLink:

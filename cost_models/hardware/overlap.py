@@ -24,9 +24,11 @@ class Overlap:
     weight_gradients: the collective that completes the gradient of products' operand runs beside the gradients of their weights
         (Megatron: asynchronous all-reduce of column-parallel linears). Compiled programs of autopar do so, whatever
         a description says: `with_compilation` sets it.
-    async_tensor_parallel: all-gathers of model axes over one switch run in pieces with the products that read them, and products
-        with the reduce-scatters of their results (torch's asynchronous tensor parallelism). Compiled programs of autopar do so,
-        whatever a description says: `with_compilation` sets it.
+    async_tensor_parallel: all-gathers of model axes within a node run in pieces with the products that read them, and products
+        with the reduce-scatters of their results (torch's asynchronous tensor parallelism). Compiled programs of autopar do so on
+        devices with symmetric memory, whatever a description says: `with_compilation` sets it.
+    async_tp_by_messages: they do so over other switches too (NVLink of older devices, a network between hosts), where ranks send
+        their shards to one another. No description has it unless a user asks for it: measured over gloo alone, it did not pay.
     gradient_buffers: gradients have buffers of their own and queue for their reduction, so that no backward waits for one.
     """
 
@@ -39,4 +41,5 @@ class Overlap:
     expert_dispatch: bool = False
     weight_gradients: bool = False
     async_tensor_parallel: bool = False
+    async_tp_by_messages: bool = False
     gradient_buffers: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, Link
+from autopar.cost_models.hardware.mesh_links import has_symmetric_memory
 from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
@@ -31,12 +32,13 @@ def with_compilation(cluster: Cluster, compiled: bool) -> Cluster:
     the fusion of kernels changes."""
     if cluster.device.fused != compiled:
         cluster = _on_each_device(cluster, lambda device, links: (_with_fusion(device, compiled), links))
-    overlap = _with_compiled_overlap(cluster.overlap, compiled)
+    overlap = _with_compiled_overlap(cluster.overlap, cluster, compiled)
     return cluster if cluster.overlap == overlap else replace(cluster, overlap=overlap)
 
 
-def _with_compiled_overlap(overlap: Overlap, compiled: bool) -> Overlap:
-    return replace(overlap, weight_gradients=compiled, async_tensor_parallel=compiled)
+def _with_compiled_overlap(overlap: Overlap, cluster: Cluster, compiled: bool) -> Overlap:
+    pieces = compiled and (has_symmetric_memory(cluster) or overlap.async_tp_by_messages)
+    return replace(overlap, weight_gradients=compiled, async_tensor_parallel=pieces)
 
 
 def _on_each_device(cluster: Cluster, change: Callable[[Device, Links], tuple[Device, Links]]) -> Cluster:
@@ -91,7 +93,7 @@ def with_stack(
         model_parallel=overlap.model_parallel if async_tp is None else async_tp,
         expert_dispatch=overlap.expert_dispatch if ep_overlap is None else ep_overlap,
     )
-    overlap = _with_compiled_overlap(overlap, compiled and name == DEFAULT_STACK)
+    overlap = _with_compiled_overlap(overlap, cluster, compiled and name == DEFAULT_STACK)
     if async_tp is not None:  # the run says what it overlapped of its tensor axis: all, or nothing
         overlap = replace(overlap, async_tensor_parallel=False)
     layout = state_layouts().get(name, cluster.state_layout)

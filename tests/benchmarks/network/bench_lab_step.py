@@ -1,6 +1,7 @@
 """Steps of a plan on two nodes joined by a slow link, beside the larger of compute and communication, which no program beats.
 
     python tests/benchmarks/network/bench_lab_step.py [--rates 200mbit 1gbit] [--plans dp zero3 tp] [--compile inductor]
+        [--by-messages]
 
 A node is a network namespace with one rank (`support.network_lab`; rights of root). Compute: the same steps with collectives that
 move nothing, on both ranks at once. Communication: the bytes that a step sends or receives, over the rate of the link. Medians.
@@ -38,11 +39,12 @@ def rate_of(text: str) -> float:
     return float(text[:-4]) * BYTES_PER_SECOND[text[-4:]]
 
 
-def program_of(force: dict[str, int], rate: str, compile: str) -> tuple[str, dict[str, int]]:
+def program_of(force: dict[str, int], rate: str, compile: str, by_messages: bool) -> tuple[str, dict[str, int]]:
     """The program of a plan for this link, and its axes on which collectives run in pieces with products."""
     from autopar.capture import capture
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.cost_models.hardware.device_specs import Link
+    from autopar.cost_models.hardware.overlap import Overlap
     from autopar.cost_models.hardware.software_stacks import with_compilation
     from autopar.cost_models.step.evaluate import async_tp_of
     from autopar.program.build import program_text
@@ -51,7 +53,11 @@ def program_of(force: dict[str, int], rate: str, compile: str) -> tuple[str, dic
 
     module, batch = build(MODEL)
     graph = capture(module, (), batch)
-    cluster = replace(Cluster.parse(f"local:{NODES}"), links=(Link("network", NODES, rate_of(rate), 1e-4),))
+    cluster = replace(
+        Cluster.parse(f"local:{NODES}"),
+        links=(Link("network", NODES, rate_of(rate), 1e-4),),
+        overlap=Overlap(async_tp_by_messages=by_messages),
+    )
     cluster = with_compilation(cluster, compile == "inductor")
     candidate = search(graph, cluster, SearchOptions(batch=graph.batch, force=force)).candidate
     return program_text(graph, candidate), async_tp_of(graph, candidate, cluster)
@@ -125,6 +131,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--compile", default="")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--by-messages", action="store_true", help="collectives in pieces beside products")
     parser.add_argument("--rank", default="")
     parser.add_argument("--axes", type=json.loads, default={})
     arguments = parser.parse_args()
@@ -135,7 +142,7 @@ def main() -> None:
         for plan in arguments.plans:
             for rate in arguments.rates:
                 path = Path(folder) / f"{plan}.py"
-                text, axes = program_of(PLANS[plan], rate, arguments.compile)
+                text, axes = program_of(PLANS[plan], rate, arguments.compile, arguments.by_messages)
                 path.write_text(text)
                 words = (__file__, "--rank", str(path), "--axes", json.dumps(axes), "--compile", arguments.compile)
                 words = (*words, "--steps", str(arguments.steps))

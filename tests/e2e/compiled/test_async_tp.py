@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Link
+from autopar.cost_models.hardware.overlap import Overlap
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.runtime import collectives as C
@@ -286,7 +287,8 @@ def plan_and_step() -> tuple[list[tuple[int, int]], float]:
     model, x = Perceptron().double(), torch.randn(2, 256, 640, dtype=torch.float64)
     expected = copy.deepcopy(model)
     expected(x).backward()
-    cluster = replace(Cluster.parse("local:2"), links=(Link("network", 2, 1e8, 1e-6),))
+    links, overlap = (Link("network", 2, 1e8, 1e-6),), Overlap(async_tp_by_messages=True)
+    cluster = replace(Cluster.parse("local:2"), links=links, overlap=overlap)
     parallel = api.parallelize(model, cluster, (x,), compile=True, force="tp=2,zero=0", cache=False)
     loss, codes = run_and_get_graphs(lambda: parallel(x))
     loss.backward()

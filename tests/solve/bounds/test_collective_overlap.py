@@ -118,17 +118,38 @@ def test_seconds_in_pieces_by_hand(contention: float) -> None:
         ("dgx-h100:2", dict(dp=2, tp=8), {"tp"}),
         ("dgx-h100:2", dict(dp=1, tp=16), set()),
         ("dgx-h100:2", dict(dp=1, tp=8, tp2=2), {"tp2"}),
-        ("dgx-h100:2", dict(dp=1, tp=2, tp2=8), {"tp", "tp2"}),
+        ("dgx-h100:2", dict(dp=1, tp=2, tp2=8), {"tp2"}),
         ("dgx-b200:1", dict(dp=2, tp=4), {"tp"}),
-        ("dgx-a100:1", dict(dp=1, tp=8), {"tp"}),
-        ("gb200-nvl72:2", dict(dp=1, tp=8), {"tp"}),
+        ("dgx-a100:1", dict(dp=1, tp=8), set()),
+        ("gb200-nvl72:2", dict(dp=1, tp=8), set()),
         ("mi300x:1", dict(dp=1, tp=8), set()),
         ("local:8", dict(dp=1, tp=8), set()),
     ],
 )
-def test_axes_in_pieces_are_over_one_switch(cluster: str, axes: dict[str, int], expected: set[str]) -> None:
+def test_axes_in_pieces_are_within_a_node_that_has_symmetric_memory(
+    cluster: str, axes: dict[str, int], expected: set[str]
+) -> None:
+    devices, mesh = Cluster.parse(cluster), mesh_of(**axes)
+    found = async_tp_axes(with_compilation(devices, True), mesh)
+    assert {mesh.axes[axis].name for axis in found} == expected
+    assert not async_tp_axes(with_compilation(devices, False), mesh)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "axes", "expected"),
+    [
+        ("dgx-h100:2", dict(dp=2, tp=8), {"tp"}),
+        ("dgx-h100:2", dict(dp=1, tp=16), set()),
+        ("dgx-h100:2", dict(dp=1, tp=2, tp2=8), {"tp", "tp2"}),
+        ("dgx-a100:1", dict(dp=1, tp=8), {"tp"}),
+        ("gb200-nvl72:2", dict(dp=1, tp=8), {"tp"}),
+        ("mi300x:1", dict(dp=1, tp=8), set()),
+    ],
+)
+def test_axes_by_messages_are_over_one_switch(cluster: str, axes: dict[str, int], expected: set[str]) -> None:
     """In a mesh of links a device has a part of its bandwidth towards each of the others."""
     devices, mesh = Cluster.parse(cluster), mesh_of(**axes)
+    devices = replace(devices, overlap=replace(devices.overlap, async_tp_by_messages=True))
     found = async_tp_axes(with_compilation(devices, True), mesh)
     assert {mesh.axes[axis].name for axis in found} == expected
     assert not async_tp_axes(with_compilation(devices, False), mesh)
@@ -136,7 +157,7 @@ def test_axes_in_pieces_are_over_one_switch(cluster: str, axes: dict[str, int], 
 
 @pytest.mark.parametrize(("batch", "expected"), [(32, {}), (2, {"tp": LEAST_ELEMENTS})])
 def test_axes_of_a_plan_are_those_with_collectives_in_pieces(batch: int, expected: dict[str, int]) -> None:
-    """A plan that gathers weights has none."""
+    """A plan that gathers weights needs no symmetric memory."""
     problem = problem_of(compiled(), batch, dp=1, tp=8)
     candidate = solved(problem)[1]
     assert async_tp_of(problem.graph, candidate, problem.cluster) == expected
