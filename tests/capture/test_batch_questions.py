@@ -116,7 +116,7 @@ def test_functions_of_other_files_know_types(tmp_path: Path, monkeypatch: pytest
 METACLASS = """
 class Meta(type):
     def __new__(mcs, name, bases, namespace):
-        return super().__new__(mcs, name, bases, namespace | {"factor": 2})
+        return type.__new__(mcs, name, bases, namespace | {"factor": 2})
 
 class Plain:
     pass

@@ -49,8 +49,10 @@ class _Type:
     def __hash__(self) -> int:
         return hash(type)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type, name)
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__mro_entries__":  # what Python asks an object for that is a base
+            return object.__getattribute__(self, name)
+        return getattr(type, name)  # also type.__new__, which a metaclass calls
 
     def __getitem__(self, item: Any) -> Any:
         return type[item]
