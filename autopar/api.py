@@ -224,7 +224,9 @@ def _build(
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
             mesh.opaque_modules = whole_modules(model)
-            mesh.async_tp = async_tp_groups(mesh, planned_async_tp(agreed), compiler in (True, "inductor"))
+            mesh.async_tp = async_tp_groups(
+                mesh, planned_async_tp(agreed), compiler in (True, "inductor"), planned.overlap.async_tp_by_messages
+            )
         form = agreed.graph.interface.returns if agreed.graph.interface else None
         parallel = Parallel(
             program.Program(mesh), source, compile=compiler, form=form, heartbeat=heartbeat,

@@ -96,15 +96,15 @@ def whole_indices(node: Node, graph: Lookup) -> Rewritten | None:
 @node_rewrite
 def mask_assignments(node: Node, graph: Lookup) -> Rewritten | None:
     """``h[:, mask] = value`` becomes ``where(mask, value, h)``, where the value has no dimension of the places that are true."""
-    operands = [graph.values[name] for name in node.operands()]
-    if node.op != "aten.index_put" or len(operands) != 3 or node.args[3:] not in ((), (False,)):
+    if node.op != "aten.index_put" or len(node.operands()) != 3 or node.args[3:] not in ((), (False,)):
         return None
     x, indices, value = node.args[:3]
-    whole, places, values = operands
+    whole, places, values = (graph.values[name] for name in node.operands())
     assert isinstance(indices, tuple)
-    before, after = len(indices) - 1, len(whole.shape) - (len(indices) - 1) - len(places.shape)
-    # a mask of a fixed number of examples would be broadcast, and another dtype of the value is x's
-    fits = isinstance(indices[-1], Ref) and places.shape == whole.shape[before : len(whole.shape) - after]
+    before, rank = len(indices) - 1, len(places.shape)
+    after = len(whole.shape) - before - rank
+    # a mask of a fixed number of examples would be broadcast, and a value of another dtype is cast to x's
+    fits = isinstance(indices[-1], Ref) and places.shape == whole.shape[before : before + rank]
     if not fits or places.dtype != "bool" or values.dtype != whole.dtype or len(values.shape) > after:
         return None
     shape = (*places.shape, *[1] * after)

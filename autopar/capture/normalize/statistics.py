@@ -1,6 +1,5 @@
 """A deviation or variance with its mean, as two operations: torch's own decomposition is made of ``prims``, which have no rules.
-These functions take the place of torch's operations when an exported program is taken
-apart (`tracing.decomposition`)."""
+These functions take the place of torch's operations when an exported program is taken apart (`tracing.decomposition`)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def seconds_of_steps(text: str, axes: dict[str, int], compile: str, steps: int) 
     program = load_program(text).Program
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mesh = MeshHandle(program.mesh_axes)
-    mesh.async_tp = async_tp_groups(mesh, axes, compile == "inductor")
+    mesh.async_tp = async_tp_groups(mesh, axes, compile == "inductor", by_messages=True)
     ours = Parallel(program(mesh), tensors, compile=compile)
     seconds, sent, busy = list[float](), list[int](), list[float]()
     for step in range(WARM_UP + steps):

@@ -250,22 +250,25 @@ def test_a_model_in_pieces_equals_one_process(how: str, symmetric: bool, ranks: 
         assert sorted(each for each in fused if any(each)) == [(1, 0), (2, 0), (2, 2)], text  # the head, and both ways of a layer
 
 
-def found_groups(axes: Mapping[str, int]) -> tuple[frozenset[AsyncTpGroup], list[str], dict[str, int]]:
+def groups_of_axes(axes: Mapping[str, int], by_messages: bool) -> tuple[frozenset[AsyncTpGroup], list[str], dict[str, int]]:
     """On a rank without a GPU: the groups in pieces, what is said, and what was asked of torch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = async_tp_groups(MeshHandle({"dp": 1, "tp": 2}), axes)
+        found = async_tp_groups(MeshHandle({"dp": 1, "tp": 2}), axes, by_messages=by_messages)
     from torch.distributed import _symmetric_memory as symmetric
 
     return found, [str(each.message) for each in caught], dict(symmetric._group_name_to_workspace_tensor)
 
 
-def test_without_symmetric_memory_pieces_are_messages(ranks: RankPool) -> None:
-    first, second = ranks.run(found_groups, {"tp": 1}, world=2)
+def test_without_symmetric_memory_pieces_are_messages_where_asked_for(ranks: RankPool) -> None:
+    first, second = ranks.run(groups_of_axes, {"tp": 1}, True, world=2)
     ((name, least, symmetric),) = first[0]
     assert (least, symmetric) == (1, False) and not first[1] and not first[2] and first == second
-    assert ranks.run(found_groups, {}, world=2) == [(frozenset(), [], {})] * 2
-    assert ranks.run(found_groups, {"dp": 1}, world=2) == [(frozenset(), [], {})] * 2
+    first, second = ranks.run(groups_of_axes, {"tp": 1}, False, world=2)
+    assert first[0] == second[0] == frozenset() and not first[2]
+    assert len(first[1]) == 1 and "symmetric memory takes CUDA devices and NCCL" in first[1][0] and not second[1]
+    assert ranks.run(groups_of_axes, {}, False, world=2) == [(frozenset(), [], {})] * 2
+    assert ranks.run(groups_of_axes, {"dp": 1}, False, world=2) == [(frozenset(), [], {})] * 2
 
 
 class Perceptron(torch.nn.Module):
@@ -333,19 +336,21 @@ def test_a_rank_that_does_not_compile_takes_part_in_the_agreement(ranks: RankPoo
     assert len(said) == 1 and "a rank's blocks are not compiled by inductor" in said[0]
 
 
-def groups_of_failing_set_up(failing: int) -> frozenset[AsyncTpGroup]:
+def groups_of_failing_set_up(failing: int, by_messages: bool) -> frozenset[AsyncTpGroup]:
     """On a rank of a machine whose devices have symmetric memory, as far as is known before: its groups, where the set-up fails
     on one rank."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         patch.setattr(async_tp, "symmetric_memory_problem", lambda device: "")
         problem = "out of handles" if dist.get_rank() == failing else ""
         patch.setattr(async_tp, "set_up_symmetric_memory", lambda group: problem)
-        return async_tp_groups(MeshHandle({"tp": 2}), {"tp": 7})
+        return async_tp_groups(MeshHandle({"tp": 2}), {"tp": 7}, by_messages=by_messages)
 
 
 def test_ranks_agree_on_symmetric_memory(ranks: RankPool) -> None:
     """All have it, or none: ranks with other code would wait for each other."""
-    for failing, expected in ((0, False), (1, False), (-1, True)):
-        found = ranks.run(groups_of_failing_set_up, failing, world=2)
+    for failing in (0, 1, -1):
+        found = ranks.run(groups_of_failing_set_up, failing, True, world=2)
         ((_, least, symmetric),) = found[0]
-        assert found[0] == found[1] and (least, symmetric) == (7, expected)
+        assert found[0] == found[1] and (least, symmetric) == (7, failing < 0)
+        found = ranks.run(groups_of_failing_set_up, failing, False, world=2)
+        assert found[0] == found[1] and len(found[0]) == (failing < 0)

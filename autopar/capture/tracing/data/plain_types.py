@@ -96,7 +96,8 @@ def plain_types(model: nn.Module) -> Iterator[None]:
 def _modules_of(model: nn.Module) -> list[ModuleType]:
     """Return the modules of the user whose code a forward may run."""
     found: dict[str, ModuleType] = {}
-    names = [name for each in model.modules() for kind in type(each).__mro__ for name in (kind.__module__, *_named(vars(each)))]
+    names = [kind.__module__ for each in model.modules() for kind in type(each).__mro__]
+    names += [name for each in model.modules() for name in _module_names(vars(each))]
     while names:
         name = names.pop()
         module = sys.modules.get(name)
@@ -104,11 +105,11 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
             continue
         if name == "__main__" or is_users(getattr(module, "__file__", None) or "<"):
             found[name] = module
-            names += _named(vars(module))
+            names += _module_names(vars(module))
     return list(found.values())
 
 
-def _named(values: Mapping[str, Any]) -> Iterator[str]:
+def _module_names(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of modules that hold the code of these values, and of functions in dictionaries."""
     for value in values.values():
         if type(value) is dict:  # others may import what they are asked for
