@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from autopar.cost_models.compute.loss_chunks import chunk_bytes
 from autopar.cost_models.compute.operations import token_copy_share
-from autopar.cost_models.step.block_costs import BlockCosts
+from autopar.cost_models.step.block_costs import BlockCosts, SavedTensor
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
 from autopar.ir.graph import Graph
@@ -50,11 +50,20 @@ def partitioned_bytes(size: float, ranks: int) -> HeldBytes:
 
 
 def saved_storages(costs: BlockCosts, same: Aliases, plan: NodePlan) -> Iterator[tuple[PlacedValue, float]]:
-    """Yield what the node saves for its backward, as (storage, bytes). A storage is named by its first (value, placements), or
-    ``node+`` for what is saved beside operands and results; a saved view counts the whole storage."""
+    """Yield what the node saves for its backward, as (storage, bytes). A storage is named by its first (value, placements), or as
+    `extra_storage` says for what is saved beside operands and results; a saved view counts the whole storage."""
     for saved in costs.saved_tensors(plan):
+        if saved.value.endswith("+"):
+            yield extra_storage(saved), saved.bytes
+            continue
         storage = same.find((saved.value, saved.placements))
         yield storage, saved.bytes if storage[0] == saved.value else costs.value_bytes(*storage)
+
+
+def extra_storage(saved: SavedTensor) -> PlacedValue:
+    """Return the storage of what an operation saves beside operands and results, told apart by its bytes: strategies whose
+    placements there are the same may save more or less (experts of all tokens, or of those that were sent to a rank)."""
+    return f"{saved.value[:-1]} ({saved.bytes:.0f} B)+", saved.placements
 
 
 def backward_working_bytes(costs: BlockCosts, plan: NodePlan) -> float:

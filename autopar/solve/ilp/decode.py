@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import networkx
 
+from autopar.cost_models.step.block_memory import extra_storage
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
+from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
 from autopar.solve.ilp.formulation import Formulation
@@ -77,7 +79,16 @@ def _with_recompute(form: Formulation, table: BlockTable, plan: BlockPlan, value
     offloaded = {storage for storage, column in storages.offloaded.items() if values[column] > 0.5}
     parts = {storage: axes[axis] for (storage, axis), column in storages.partitioned.items() if values[column] > 0.5}
     saved = offloaded | parts.keys() | {storage for storage, column in storages.saved.items() if values[column] > 0.5}
-    find = storages.same.find
+    extras = {
+        (each.value, each.placements): extra_storage(each)
+        for node in plan.nodes
+        for each in table.costs.saved_tensors(node)
+        if each.value.endswith("+")
+    }
+
+    def find(value: PlacedValue) -> PlacedValue:
+        return extras.get(value) or storages.same.find(value)
+
     plan = with_least_recompute(table.costs, plan, lambda value: find(value) in saved)
     recompute = RecomputePlan.of(table.costs, plan)
     return replace(

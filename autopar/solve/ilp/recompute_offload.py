@@ -52,7 +52,8 @@ def small_size(sizes: Mapping[PlacedValue, float]) -> float:
     """Storages that are not larger are saved without a decision; `sizes` of what operations save for their backward."""
     least: dict[str, float] = {}
     for storage, size in sizes.items():
-        least[storage[0]] = min(least.get(storage[0], INFINITY), size)
+        value = storage[0].partition(" ")[0]  # without the bytes of an extra
+        least[value] = min(least.get(value, INFINITY), size)
     return _MIN_SHARE * sum(least.values())
 
 
@@ -143,11 +144,8 @@ class _BlockRecompute:
     def _results(self, node: Node, strategy: NodeStrategy) -> dict[PlacedValue, None]:
         """The storages that the operation produces: its results, and what it saves beside them."""
         names = dict.fromkeys(self.find((value.name, at)) for value, at in zip(node.outputs, strategy.plan.results, strict=True))
-        extra = f"{node.name}+"
-        for saved in self.table.costs.saved_tensors(strategy.plan):
-            if saved.value == extra:
-                names[self.find((extra, saved.placements))] = None
-        return names
+        every = (storage for storage, _ in saved_storages(self.table.costs, self.out.same, strategy.plan))
+        return names | dict.fromkeys(storage for storage in every if storage[0].endswith("+"))
 
     def _add_recomputed_conversions(self) -> None:
         """Add c: which conversions are recomputed."""
