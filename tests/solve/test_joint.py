@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.harness.end_to_end import prepare
 from support.models.handwritten_blocks import gpt2_graph
 from support.oracles.exhaustive_plans import best_seconds, priced_plans, toy_graph
 from support.plans.drawn_candidates import drawn_candidate
@@ -13,7 +14,9 @@ from support.plans.drawn_recomputation import with_kept
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.step.block_memory import saved_storages
 from autopar.cost_models.step.evaluate import evaluate
+from autopar.cost_models.tensors.aliases import PlacedValue
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Precision
@@ -25,6 +28,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
+from autopar.solve.ilp.storages import storage_names
 from autopar.solve.problem.problem import Problem, build_problem
 from autopar.solve.space.grid import GridPoint
 
@@ -175,3 +179,19 @@ def test_nothing_is_offloaded_without_need() -> None:
     base = NODE.device.base_bytes
     pressed = attempt(with_memory(problem, base + (free.plan.evaluation.peak_memory_bytes - base) * 0.8)).plan
     assert pressed is not None and any(block.offload or block.recompute_nodes for block in pressed.candidate.blocks)
+
+
+def test_a_storage_has_the_bytes_of_every_strategy_that_saves_it() -> None:
+    """Experts of all tokens save more beside their operands than those of some ranks' tokens: the largest size would forbid plans
+    that fit."""
+    problem = problem_of(prepare("mixtral").graph, mesh_of(dp=2, ep=2), replace(NODE, size=4))
+    extras = 0
+    for table in problem.blocks.values():
+        sizes: dict[PlacedValue, float] = {}
+        names = storage_names(table)
+        for strategies in table.strategies.values():
+            for strategy in strategies:
+                for storage, size in saved_storages(table.costs, names, strategy.plan):
+                    assert sizes.setdefault(storage, size) == size, storage
+                    extras += storage[0].endswith("+")
+    assert extras

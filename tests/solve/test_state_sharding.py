@@ -68,7 +68,8 @@ def test_parts_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
     assert plan.recompute_nodes and not plan.offload and not plan.recompute
     assert len(plan.recompute_nodes) < len(plan.nodes) / 2
     assert [each.status for each in result.solutions] == [Status.OPTIMAL]
-    assert result.lower_bound_seconds == pytest.approx(result.evaluation.step_seconds, rel=1e-3)
+    # the bound is below plans too that recompute more in some layers than in others
+    assert 0.99 * result.evaluation.step_seconds <= result.lower_bound_seconds < result.evaluation.step_seconds
 
 
 def test_the_relaxation_under_memory_is_below_the_plan() -> None:

@@ -92,7 +92,8 @@ class Formulation:
     parameters that several calls share. states: the state of each kind of call, and under None of the shared parameters. forward,
     backward: per block the column of a call's seconds, and those on a link of the data axis. penalties: what the objective has
     beside seconds. storages: per block, where they are needed. overlap: h, per block, with the seconds of a
-    unit (negative). boundary_saved: bytes saved of a tensor between calls, by the slots that may save it.
+    unit (negative). boundary_saved: bytes saved of a tensor between calls, by the slots that may save it. excess,
+    uneven_excess: see `memory_events.add_memory_constraint`.
     """
 
     problem: Problem
@@ -110,6 +111,8 @@ class Formulation:
     storages: dict[str, StorageVariables] = field(default_factory=dict)
     boundary_saved: dict[frozenset[Slot], int] = field(default_factory=dict)
     overlap: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
+    excess: int = -1
+    uneven_excess: int = -1
 
     def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
         """Yield x, y and h of a block, and r, c and P where it has storages, with their seconds in one call, and the operation

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from autopar.cost_models.events.memory_terms import CALL_FIELDS, EventTerms, Of, Term, step_events
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
@@ -19,27 +20,27 @@ from autopar.solve.problem.boundary import BlockBoundaries, CallKind, Slot
 
 
 def add_memory_constraint(form: Formulation, margin_bytes: float = 0.0, minimise_excess: bool = False) -> None:
-    """Add the rows of every memory event <= budget - margin: what tensors reserve. With `minimise_excess` the objective becomes
-    by how much that fails instead."""
+    """Add the rows of every memory event <= budget - margin: what tensors reserve. `form.excess`: by how much they may fail (not
+    at all, until its upper bound is raised), `form.uneven_excess` the same of events inside of equal calls. With
+    `minimise_excess` the objective becomes the excess instead."""
     problem = form.problem
     device = problem.cluster.device
     share = 1 / (1 + fragmentation(device))
     budget = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group))
     capacity = (budget - margin_bytes) / form.byte_unit
-    excess = form.model.variable()
+    form.excess, form.uneven_excess = form.model.variable(INFINITY if minimise_excess else 0.0), form.model.variable(0.0)
     if minimise_excess:
         form.model.cost = [0.0] * form.model.variables
-        form.model.cost[excess] = 1.0
-    else:
-        form.model.upper[excess] = 0.0
+        form.model.cost[form.excess] = 1.0
     memory = BlockMemoryTerms()
     for name, table in form.problem.blocks.items():
         if name not in form.storages:
             add_storages(form, name, table, decide=False)
         add_block_memory(form, name, table, memory)
-    for terms, constant in _memory_events(form, memory):
+    for event in _memory_events(form, memory):
         # share * state + saved + gathered + working set + gradients <= share * (budget + excess), share = 1 / (1 + fragmentation)
-        form.model.row(total((1.0, terms), (-share, {excess: 1.0})), -INFINITY, share * capacity - constant)
+        beyond = {form.excess: 1.0} | ({form.uneven_excess: 1.0} if event.among_equals else {})
+        form.model.row(total((1.0, event.terms), (-share, beyond)), -INFINITY, share * capacity - event.constant)
     _add_host_constraint(form)
 
 
@@ -53,9 +54,18 @@ def _add_host_constraint(form: Formulation) -> None:
         form.model.row(offloaded, -INFINITY, host.capacity_bytes / form.byte_unit)
 
 
-def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tuple[Expression, float]]:
-    """Yield (expression, constant) of each event that no other one dominates, in units of bytes; what lives from step to step
-    counts as its share (it is not fragmented)."""
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """An event in units of bytes. `among_equals`: it is inside of one of several calls of a block, and holds for the average of
+    their plans only where these are equal."""
+
+    terms: Expression
+    constant: float
+    among_equals: bool = False
+
+
+def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[_Event]:
+    """Yield each event that no other one dominates; what lives from step to step counts as its share (it is not fragmented)."""
     boundary, states, byte, problem = form.problem.boundary, form.states, form.byte_unit, form.problem
     device, calls = problem.cluster.device, _CallTerms(form, memory)
     share = 1 / (1 + fragmentation(device))
@@ -64,15 +74,18 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[tupl
     fixed = total((share, parameters), (share, calls.every("optimizer")))
     # optimizer step: parameters + optimizer + gradients + temporaries of foreach
     foreach = device.kind != "cpu" and not problem.precision.offload_optimizer  # by parts: the evaluator counts them
-    yield total((1.0, fixed), (1.0, calls.every("gradients")), (float(foreach), parameters)), constant
+    yield _Event(total((1.0, fixed), (1.0, calls.every("gradients")), (float(foreach), parameters)), constant)
     step = step_events(problem.micro_batches > 1)
     base = {form.model.define(total((1.0, fixed), (1.0, calls.sum(step.base, 0)))): 1.0}
     shared = None in states and len(boundary.call_kinds) > 1
     for index, backward in _undominated_calls(boundary):
+        equals = problem.graph.count(boundary.call_kinds[index].block) > 1
         for event in step.backward if backward else (step.forward,):
             if not event.at_shared_sum or (shared and not index):
-                yield from ((total((1.0, base), (1.0, row)), constant) for row in calls.rows(event, index))
-    yield from ((total((1.0, fixed), (1.0, row)), constant) for row in calls.rows(step.end, 0))
+                yield from (_Event(total((1.0, base), (1.0, row)), constant, equals) for row in calls.rows(event, index))
+    yield from (_Event(total((1.0, fixed), (1.0, row)), constant) for row in calls.rows(step.end, 0))
+    # what all calls save is there together at the end of the last forward, whatever plans they have
+    yield _Event(total((1.0, base), (1.0, calls.saved())), constant)
 
 
 class _CallTerms:
@@ -87,6 +100,10 @@ class _CallTerms:
     def every(self, field: str) -> Expression:
         """Return the sum of a field of all state."""
         return total(*((float(self.counts[key]), state[field]) for key, state in self.states.items()))
+
+    def saved(self) -> Expression:
+        """Return what all calls save."""
+        return _saved_until(self.form, self.memory, self.last_savers, len(self.kinds) - 1)
 
     def rows(self, event: EventTerms, index: int) -> Iterator[Expression]:
         """Yield what is there at an event of a call, with each of the terms of which the largest counts."""

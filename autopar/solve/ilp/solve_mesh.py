@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from time import monotonic
 
@@ -18,6 +19,7 @@ from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solver import solve, solve_large
+from autopar.solve.problem.divide_calls import divide_calls
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
 from autopar.solve.problem.problem import Problem
 from autopar.solve.space.grid import GridPoint
@@ -27,6 +29,12 @@ RATIO = 1.03
 
 _ATTEMPTS = 4
 """Attempts to solve a problem with less and less memory, while its solution does not fit by the evaluator."""
+
+_MORE_MEMORY = (0.25, 0.5, 1.0)
+"""How much more of the memory the plan may need that some of the equal calls take."""
+
+_MORE_MEMORY_GAP = 0.01
+"""The relative gap of that plan: the others make up for it."""
 
 _REPEAT_TOLERANCE = 1e-6
 """The share of FLOPs above what a forced axis may repeat that is more than rounding."""
@@ -99,15 +107,16 @@ class PricedPlan:
 
 @dataclass(slots=True)
 class MeshSolver:
-    """The solver of one point of the grid. `problem` are its tables, `result` what is known so far, `relaxed` the program under
-    memory with its linear relaxation, between `relax_with_memory` and `solve_with_memory`."""
+    """The solver of one point of the grid. `problem` are its tables, `result` what is known so far. `program`: that under memory,
+    once `relax_with_memory` has bounded it, and `untrimmed` its solution."""
 
     graph: Graph
     problem: Problem
     sharded_axes: tuple[int, ...]
     relative_gap: float
     result: MeshSolution
-    relaxed: tuple[Formulation, Outcome] | None = None
+    program: Formulation | None = None
+    untrimmed: Candidate | None = None
 
     def solve_without_memory(self, time_limit_seconds: float) -> None:
         """Solve without the memory constraint: a lower bound, and the optimum where that plan fits."""
@@ -122,20 +131,21 @@ class MeshSolver:
 
     def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf, iterations: float = inf) -> None:
         """Solve placements, state sharding, and what is saved, recomputed and offloaded, jointly under the memory constraint;
-        with a smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan of a large problem
-        takes longer than `cutoff_seconds`. A large problem ends with its best plan after so many simplex `iterations`."""
+        with a smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan takes longer than
+        `cutoff_seconds`. A large problem ends with its best plan after so many simplex `iterations`."""
         began = monotonic()
-        margin = 0.0
-        for attempt in range(_ATTEMPTS):
-            form, root = self.relaxed or (self._formulate_with_memory(margin), None)
-            self.relaxed = None
+        if self.program is None and self.relax_with_memory(time_limit_seconds) == inf:
+            self.result.status = Status.INFEASIBLE
+            return
+        if self.result.bound_seconds > cutoff_seconds:
+            self.result.status = Status.PRUNED
+            return
+        form, margin = self.program or self._formulate_with_memory(0.0), 0.0
+        for _ in range(_ATTEMPTS):
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
-            cutoff = inf if form.penalties else cutoff_seconds / form.second_unit
-            outcome = self._outcome(form, left, cutoff, iterations, root)
+            outcome = self._outcome(form, left, iterations)
             iterations -= outcome.iterations
-            if attempt == 0:
-                self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
             if not outcome.values:
                 self.result.status = outcome.status
                 break
@@ -144,31 +154,53 @@ class MeshSolver:
                 break
             assert self.result.plan is not None
             margin += 1.02 * (self.result.plan.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
+            form = self.program = self._formulate_with_memory(margin)
 
     def relax_with_memory(self, time_limit_seconds: float, iterations: int | None = None) -> float | None:
-        """Return seconds below every plan that fits: the linear relaxation of `solve_with_memory`. Infinite where nothing fits,
-        None where the time or so many `iterations` of the simplex method end."""
+        """Return seconds below every plan that fits, also of plans that differ between equal calls: the linear relaxation of
+        `solve_with_memory` without the events inside of these. Infinite where nothing fits, None where the time or so many
+        `iterations` of the simplex method end."""
         form = self._formulate_with_memory(0.0)
+        form.model.upper[form.uneven_excess] = inf
         outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds, iterations=iterations)
+        form.model.upper[form.uneven_excess] = 0.0
         if outcome.status is Status.INFEASIBLE:
             return inf
+        self.program = form
         if outcome.status is not Status.OPTIMAL:
             return None
         self.result.bound_seconds = max(self.result.bound_seconds, self._seconds(form, outcome, outcome.bound))
-        self.relaxed = form, outcome
         return self.result.bound_seconds
 
-    def _outcome(
-        self, form: Formulation, time_limit_seconds: float, cutoff: float = inf, iterations: float = inf,
-        root: Outcome | None = None,
-    ) -> Outcome:  # fmt: skip
+    def divide_calls(self, time_limit_seconds: float) -> None:
+        """Look for a faster plan in which some of the equal calls have the plan that is best in more memory (`divide_calls`)."""
+        form, frugal, began = self.program, self.untrimmed, monotonic()
+        if form is None or frugal is None or self.result.plan is None or not self.result.solved:
+            return
+        budget = self.problem.cluster.device.budget_bytes / form.byte_unit
+        for share in _MORE_MEMORY:
+            left = time_limit_seconds - (monotonic() - began)
+            if left <= 0:
+                break
+            form.model.upper[form.excess] = share * budget
+            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=_MORE_MEMORY_GAP)
+            fast = decode(form, outcome.values) if outcome.values else None
+            if fast is None or fast == frugal or why_disobeyed(self.problem, fast, self.sharded_axes):
+                continue
+            divided = divide_calls(self.problem.boundary, frugal, fast, self._price_of_graph)
+            if divided is not None and divided.evaluation.step_seconds < self.result.plan.evaluation.step_seconds:
+                price = partial(self._price_of_graph, divided.graph, divided.originals)
+                candidate, evaluation = trim_offload(divided.candidate, divided.evaluation, price)
+                self.result.plan = PricedPlan(candidate, evaluation, divided.graph)
+        form.model.upper[form.excess] = 0.0
+
+    def _outcome(self, form: Formulation, time_limit_seconds: float, iterations: float = inf) -> Outcome:
         """Solve a program; once more with repeated FLOPs of a forced axis forbidden where these are cheaper than to shard in
         spite of their price (small operations on slow links). The first outcome stays where nothing obeys that."""
         began = monotonic()
         outcome = solve_large(
-            form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, cutoff=cutoff,
-            iterations=iterations, root=root,
-        )  # fmt: skip
+            form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, iterations=iterations
+        )
         if not outcome.values or all(outcome.values[slack] <= _REPEAT_TOLERANCE for slack in form.penalties):
             return outcome
         for slack in form.penalties:
@@ -210,6 +242,7 @@ class MeshSolver:
         """Decode and price a solution. It counts as solved only if it fits by the evaluator."""
         result, candidate = self.result, decode(form, outcome.values)
         evaluation = self._price(candidate)
+        self.untrimmed = candidate
         if evaluation.fits:
             candidate, evaluation = trim_offload(candidate, evaluation, self._price)
         result.plan = PricedPlan(candidate, evaluation)
@@ -227,6 +260,10 @@ class MeshSolver:
 
     def _price(self, candidate: Candidate) -> Evaluation:
         return evaluate(self.graph, candidate, self.problem.cluster, self.problem.optimizer, self.problem.batch_costs)
+
+    def _price_of_graph(self, graph: Graph, originals: Mapping[str, str], candidate: Candidate) -> Evaluation:
+        costs = {name: self.problem.batch_costs[original] for name, original in originals.items()}
+        return evaluate(replace(graph, batch=self.graph.batch), candidate, self.problem.cluster, self.problem.optimizer, costs)
 
     @staticmethod
     def _seconds(form: Formulation, outcome: Outcome, objective: float) -> float:

@@ -172,6 +172,8 @@ class MeshSearch:
         hurry = state.best is not None and not state.forced
         iterations = _MEMORY_ITERATIONS if hurry else inf
         solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds(), iterations)
+        if each.bound_seconds < (each.solution.step_seconds or 0.0) * (1 - state.options.sharp_gap):
+            solver.divide_calls(state.seconds_left())
         if each.solution.status is not Status.INFEASIBLE:
             each.raise_bound(bound)
         each.done = True

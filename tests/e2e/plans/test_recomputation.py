@@ -14,6 +14,8 @@ from support.plans.drawn_candidates import drawn_candidate
 from support.plans.drawn_recomputation import with_replays
 from support.plans.mesh import mesh_of
 
+from autopar.ir.partition_saved import saving_everything
+from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.program.build import program_text
@@ -42,6 +44,26 @@ def test_recompute_and_offload_train_like_one_process(name: str, ranks: RankPool
     texts = [program_text(prepared.graph, drawn(prepared, seed, *case)) for seed, case in enumerate(cases)]
     assert all("recompute(" in text for text in texts) and "recompute.offload(" in "".join(texts)
     check_programs(ranks, prepared, texts, cases)
+
+
+@pytest.mark.parametrize("name, axes", [("gpt2", MESHES[0]), ("llama", MESHES[2])], ids=str)
+def test_layers_with_two_plans_train_like_one_process(name: str, axes: dict[str, int], ranks: RankPool) -> None:
+    """One layer is recomputed as a whole and sharded as in ZeRO-1, the other recomputed in part and as in ZeRO-3."""
+    prepared = prepare(name)
+    graph, fast = prepared.graph, drawn(prepared, 1, 3, 1, axes)
+    frugal = replace(fast, blocks=tuple(replace(saving_everything(block), recompute=True, zero=1) for block in fast.blocks))
+    layers = max((block.name for block in graph.blocks), key=graph.count)
+    places = [number for number, call in enumerate(graph.calls) if call.block == layers]
+    assert len(places) > 1
+    for last in (True, False):
+        chosen = places[-1:] if last else places[:1]
+        plans = [(frugal if number in chosen else fast).block(call.block) for number, call in enumerate(graph.calls)]
+        variants, blocks, _ = with_stage_variants(graph, plans)
+        candidate = replace(fast, blocks=blocks)
+        verify_candidate(variants, candidate)
+        text = program_text(variants, candidate)
+        assert text.count(f"class {layers}") == 2
+        check_programs(ranks, prepared, [text], [last])
 
 
 @pytest.mark.parametrize("axes", [SLOW(MESHES[0]), SLOW(MESHES[1]), MESHES[2]], ids=str)
