@@ -77,19 +77,17 @@ def _interruptible(call: Callable[[], T]) -> T:
 
 
 def solve_large(
-    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, cutoff: float = float("inf"),
-    iterations: float = float("inf"), root: Outcome | None = None,
-) -> Outcome:  # fmt: skip
+    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, iterations: float = float("inf")
+) -> Outcome:
     """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
-    that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. Nodes whose
-    relaxation is above `cutoff` are not looked into: PRUNED where that leaves nothing. No relaxation has more than is left of
-    `iterations`. `root`: the linear relaxation, where it was solved before. The model is unchanged afterwards."""
+    that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. No relaxation has
+    more than is left of `iterations`. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP), cutoff, root).run()
+        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP)).run()
     finally:
         model.upper = upper
 
@@ -97,11 +95,8 @@ def solve_large(
 class _Branching:
     """Branch and bound, best bound first. A node is the set of columns that are fixed at zero (`out`)."""
 
-    def __init__(
-        self, model: LinearModel, end: float, iterations: float, gap: float, cutoff: float, root: Outcome | None
-    ) -> None:
-        self.model, self.end, self.iterations, self.gap, self.cutoff = model, end, iterations, gap, cutoff
-        self.root = root
+    def __init__(self, model: LinearModel, end: float, iterations: float, gap: float) -> None:
+        self.model, self.end, self.iterations, self.gap = model, end, iterations, gap
         self.used = 0  # iterations
         self.upper = list(model.upper)
         self.best = Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
@@ -120,8 +115,6 @@ class _Branching:
             self._node(out, rounds, bound)
         bound = min([self.best.objective, *self.closed, *(bound for bound, _, _ in self.open)])
         if not self.best.values:
-            if bound > self.cutoff and not self.open:
-                return Outcome(Status.PRUNED, (), float("inf"), bound, self.used)
             status = Status.TIMEOUT if self.open or self.closed else Status.INFEASIBLE
             return Outcome(status, (), float("inf"), bound, self.used)
         near = self.best.objective - bound <= self.gap * abs(self.best.objective)
@@ -142,21 +135,15 @@ class _Branching:
         self.used += outcome.iterations
         return outcome
 
-    def _relax(self, out: frozenset[int]) -> Outcome:
-        if out or self.root is None:
-            return self._solve(out, True)
-        self.used += self.root.iterations
-        return self.root
-
     def _node(self, out: frozenset[int], number: int, bound: float) -> None:
         """Look into a node, whose parent's relaxation is `bound`."""
-        root = self._relax(out)
+        root = self._solve(out, True)
         if root.status is Status.INFEASIBLE:
             return
         if root.status is not Status.OPTIMAL:
             self.closed.append(bound)
             return
-        if self._within_gap(root.objective) or root.objective > self.cutoff:
+        if self._within_gap(root.objective):
             self.closed.append(root.objective)
             return
         if not self.best.values or not self._mixed(root.values):
