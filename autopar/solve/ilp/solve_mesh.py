@@ -33,9 +33,6 @@ _ATTEMPTS = 4
 _MORE_MEMORY = (0.25, 0.5, 1.0)
 """How much more of the memory the plan may need that some of the equal calls take."""
 
-_MORE_MEMORY_GAP = 0.01
-"""The relative gap of that plan: the others make up for it."""
-
 _REPEAT_TOLERANCE = 1e-6
 """The share of FLOPs above what a forced axis may repeat that is more than rounding."""
 
@@ -183,9 +180,11 @@ class MeshSolver:
             if left <= 0:
                 break
             form.model.upper[form.excess] = share * budget
-            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=_MORE_MEMORY_GAP)
-            fast = decode(form, outcome.values) if outcome.values else None
-            if fast is None or fast == frugal or why_disobeyed(self.problem, fast, self.sharded_axes):
+            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap, branches=1)
+            if not outcome.values or self._seconds(form, outcome, outcome.objective) >= self.result.plan.evaluation.step_seconds:
+                continue
+            fast = decode(form, outcome.values)
+            if why_disobeyed(self.problem, fast, self.sharded_axes):
                 continue
             divided = divide_calls(self.problem.boundary, frugal, fast, self._price_of_graph)
             if divided is not None and divided.evaluation.step_seconds < self.result.plan.evaluation.step_seconds:

@@ -77,17 +77,18 @@ def _interruptible(call: Callable[[], T]) -> T:
 
 
 def solve_large(
-    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, iterations: float = float("inf")
-) -> Outcome:
+    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, iterations: float = float("inf"),
+    branches: int = _MAX_NODES,
+) -> Outcome:  # fmt: skip
     """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
     linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
     that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. No relaxation has
-    more than is left of `iterations`. The model is unchanged afterwards."""
+    more than is left of `iterations`; no more than `branches` nodes are looked into. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP)).run()
+        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP)).run(branches)
     finally:
         model.upper = upper
 
@@ -103,10 +104,10 @@ class _Branching:
         self.open: list[tuple[float, int, frozenset[int]]] = []
         self.closed: list[float] = []  # bounds of nodes that need no branching
 
-    def run(self) -> Outcome:
+    def run(self, branches: int) -> Outcome:
         self.open.append((-float("inf"), 0, frozenset()))
         rounds = 0
-        while self.open and rounds < _MAX_NODES and self.used < self.iterations and monotonic() < self.end:
+        while self.open and rounds < branches and self.used < self.iterations and monotonic() < self.end:
             bound, _, out = heappop(self.open)
             if self._within_gap(bound):
                 self.closed.append(bound)
