@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline
 from autopar.cost_models.step.call_trace import CallTrace
-from autopar.explain.costliest_rows import module_path
+from autopar.explain.operation_and_collective_rows import module_path
 from autopar.ir.graph import Block, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Partial, Placements, Shard, format_placements

@@ -14,7 +14,7 @@ from autopar.ir.plan import Precision
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer.
+    """An optimizer. (The checker of programs counts its state by a table of its own: `checker.state_bytes`.)
 
     state_tensors: tensors of the master weight's size that it keeps per parameter (AdamW: both moments).
     memory_accesses: reads and writes of master-sized tensors in one update.

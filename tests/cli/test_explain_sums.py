@@ -14,7 +14,7 @@ from autopar.cli import main
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
-from autopar.explain.costliest_rows import collective_rows, operation_rows, other_collectives, other_operations
+from autopar.explain.operation_and_collective_rows import collective_rows, operation_rows, other_collectives, other_operations
 from autopar.explain.reasons import parts_of_step
 from autopar.ir.plan_file.plan_file import Plan
 

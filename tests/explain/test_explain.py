@@ -13,7 +13,7 @@ from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import RecomputePlan
 from autopar.errors import AutoparError, Infeasible
-from autopar.explain.costliest_rows import collective_rows, module_path, offload_rows, operation_rows
+from autopar.explain.operation_and_collective_rows import collective_rows, module_path, offload_rows, operation_rows
 from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons
 from autopar.explain.what_if import WhatIf, compare_plans, parse_what_if, plan_what_if
 from autopar.solve.search import search

@@ -11,7 +11,7 @@ from support.models.solver_graphs import llama_graph
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.measured_collectives import KINDS, STATE_KINDS, MeasuredCollective, PiecewiseLinear
-from autopar.explain.costliest_rows import collective_rows, operation_rows, row_formulas
+from autopar.explain.operation_and_collective_rows import collective_rows, operation_rows, row_formulas
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 

@@ -15,7 +15,7 @@ from autopar.cost_models.compute.operations import profile, seconds_and_flops
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.stage_devices import cluster_for_bounds
-from autopar.explain.costliest_rows import operation_rows, row_formulas
+from autopar.explain.operation_and_collective_rows import operation_rows, row_formulas
 from autopar.ir.graph import Node, Ref, Value
 from autopar.ir.placement import Invariant, Placement, Shard
 from autopar.ir.plan import NodePlan
