@@ -8,7 +8,7 @@ open, since one that autograd makes has no values. Where it loses track all the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import apis
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from autopar.capture.tracing.custom.backward_mode import in_backward
@@ -110,7 +111,7 @@ def gradient_function(
         given = list(args)
         for number, value in zip(several, inside.values, strict=True):
             given[number] = value
-        with torch.enable_grad():
+        with torch.enable_grad(), _Rows():
             result = function(*given, **kwargs)
             loss, *aux = result if has_aux else (result,)
             parts = inside.gradients(loss, None)
@@ -124,7 +125,7 @@ def gradient_function(
 def products(function: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Any:
     """``torch.func.vjp`` by autograd."""
     inside = _OwnArguments(list(primals))
-    with torch.enable_grad():
+    with torch.enable_grad(), _Rows():
         result = function(*inside.values)
     value, *aux = result if has_aux else (result,)
 
@@ -134,6 +135,18 @@ def products(function: Callable[..., Any], primals: tuple[Any, ...], has_aux: bo
         return inside.seen(tuple(found))
 
     return (inside.seen(value), product, *inside.seen(aux))
+
+
+class _Rows(TorchFunctionMode):
+    """While active, ``linear`` is of rows: export loses the derivative of that of more dimensions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.linear or not args or args[0].dim() < 3:
+            return func(*args, **(kwargs or {}))
+        x, *rest = args
+        return func(x.flatten(0, -2), *rest, **(kwargs or {})).unflatten(0, x.shape[:-1])
 
 
 class _OwnArguments:

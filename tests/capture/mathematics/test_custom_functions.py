@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.oracles.interpret_graph import loss_and_gradients
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -118,9 +119,13 @@ def puts_together(ctx: Any, g: Tensor) -> Tensor:
     return torch.where(ctx.saved_tensors[0] > 0, parts, 0.0)
 
 
+def multiplies(ctx: Any, g: Tensor) -> Tensor:
+    return linear(g, ctx.scale.weight.t())
+
+
 LINEAR = [
     detaches_part, without_gradients, all_without_gradients, calls_another, reads_a_module, asks, picks, writes_the_gradient,
-    writes_what_is_saved, puts_together,
+    writes_what_is_saved, puts_together, multiplies,
 ]  # fmt: skip
 
 

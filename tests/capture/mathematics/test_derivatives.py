@@ -58,6 +58,20 @@ class OfSeveral(Inner):
         return found["a"] + more, found["b"].sum()
 
 
+def check(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """The captured graph has the loss and the gradients of eager."""
+    loss = model.double()(**batch)
+    graph = capture(model, (), batch)
+    if loss.requires_grad:
+        loss.backward()
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with torch.enable_grad():
+        found, gradients = loss_and_gradients(graph, state, batch)
+    assert found == pytest.approx(loss.item(), rel=1e-12)
+    for name, parameter in model.named_parameters() if loss.requires_grad else ():
+        torch.testing.assert_close(gradients.get(name), parameter.grad, msg=name)
+
+
 @pytest.mark.parametrize("outside", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("kind", [Inner, WithValue, WithMore, ByProduct, OfSeveral])
 @pytest.mark.parametrize("trains", [True, False])
@@ -65,15 +79,10 @@ def test_equals_eager(kind: type[Inner], outside: Any, trains: bool) -> None:
     """Under ``no_grad`` in the forward, or around a call at a further batch size, the derivatives by parameters were zeros,
     without a word; ``grad_and_value`` and ``vjp`` of a parameter were refused."""
     torch.manual_seed(0)
-    model = kind(outside).double()
-    batch = {"x": torch.randn(5, 6).double(), "y": torch.randn(5, 3).double()}
     with torch.set_grad_enabled(trains):
-        loss = model(**batch)
-        graph = capture(model, (), batch)
-    if trains:
-        loss.backward()
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    found, gradients = loss_and_gradients(graph, state, batch)
-    assert found == pytest.approx(loss.item(), rel=1e-12)
-    for name, parameter in model.named_parameters() if trains else ():
-        torch.testing.assert_close(gradients.get(name), parameter.grad, msg=name)
+        check(kind(outside), {"x": torch.randn(5, 6).double(), "y": torch.randn(5, 3).double()})
+
+
+def test_linear_of_several_dimensions() -> None:
+    """It was refused: export lost its derivative."""
+    check(Inner(), {"x": torch.randn(4, 5, 6).double(), "y": torch.randn(4, 5, 3).double()})

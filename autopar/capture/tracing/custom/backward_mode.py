@@ -33,6 +33,12 @@ def _shape_only(name: str) -> int | None:
     return 1 if name.endswith("_as") or name == "to" else None
 
 
+def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``linear(input, weight, bias)`` as operations whose derivative export follows."""
+    out = input @ weight.t()
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 class BackwardMode(TorchFunctionMode):
     """While active, derivatives flow from `seeds` alone, and nothing detaches. `likes` are tensors of the shapes of the seeds."""
 
@@ -60,6 +66,8 @@ class BackwardMode(TorchFunctionMode):
             return args[0]
         if name in _DETACHES or func == _DATA:
             return args[0] if name == "detach_" else args[0].view_as(args[0])
+        if func is torch.nn.functional.linear:
+            return product(*args, **kwargs)
         place = _shape_only(name)
         return func(*(self.blank(arg) if number == place else arg for number, arg in enumerate(args)), **kwargs)
 
