@@ -26,8 +26,9 @@ _TERMS: Mapping[str, tuple[int, ...]] = {
     "where": (1, 2),
     "pad": (0, 3),
 }
-_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
-_FILLS = frozenset(("full", "full_like", "new_full"))
+_UNSET = ("empty", "empty_like", "new_empty", "empty_strided")  # what is left of it means nothing in eager either
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros", "zero", *_UNSET))
+_FILLS = frozenset(("full", "full_like", "new_full", "fill"))
 _VIEWS = ("view", "_unsafe_view", "reshape", "expand", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze")
 _KEEPS_ZERO = frozenset((*_VIEWS, "detach", "clone", "alias", "_to_copy", "lift_fresh_copy", "contiguous", "neg", "mul"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,5 +110,6 @@ def modes_are_those_of(mode: BackwardMode) -> Iterator[None]:
         of_user = in_backward() and (is_users(file) or file == grad_mode.__file__)  # not in what the mode calls
         return mode.enabled if of_user else real()
 
-    with replaced(torch, "is_grad_enabled", answer):
+    inference = replaced(torch._C, "_InferenceMode", lambda mode: nullcontext())
+    with replaced(torch, "is_grad_enabled", answer), inference:
         yield
