@@ -15,8 +15,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.capture.constants import constant_node
 from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
-from autopar.capture.flat import FlatGraph, StateTensor, drop_dead
-from autopar.capture.tracing.custom_functions import SEED, check_linear
+from autopar.capture.flat import FlatGraph, StateTensor
+from autopar.capture.tracing.custom.functions import MARK, SEED
+from autopar.capture.tracing.custom.linear import refuse_hidden, refuse_nonlinear
 from autopar.capture.tracing.data.batch_questions import without_casts
 from autopar.capture.tracing.explain_error import derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
@@ -66,7 +67,7 @@ class _Converter:
         self.current: fx.Node | None = None
         self.sources: dict[str, StateTensor] = {}
         self.copied: list[StateTensor] = []
-        self.seeds: list[str] = []
+        self.marked = False
         self.inputs = frozenset(traced.input_names)
 
     def run(self) -> FlatGraph:
@@ -118,8 +119,7 @@ class _Converter:
         for span in self.spans.values():
             span.check_outside(flat)
         flat = replace(flat, updates=self.all_updates(flat.updates))
-        check_linear(seeds_read(drop_dead(flat)) if self.seeds else [])
-        return flat
+        return refuse_nonlinear(flat) if self.marked else flat
 
     def all_updates(self, updates: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Add what copied layers write to their buffers; copies inside of a layer before those of that layer."""
@@ -138,6 +138,7 @@ class _Converter:
         if not isinstance(tensor, torch.Tensor) or has_no_data(tensor):
             if self.traced.derivatives:
                 raise derivative_refused(self.traced.derivatives)
+            refuse_hidden(self.traced.program.graph, source_line(user))
             raise CaptureError(f"{what} is neither parameter nor buffer, and has no values (device meta): use register_buffer")
         made = constant_node(_real(tensor))
         if made is None:
@@ -291,9 +292,8 @@ class _Converter:
         if any(isinstance(arg, complex) for arg in node.args):
             overload = _TENSOR_OVERLOADS.get(overload, overload)
         op = schema if overload == "default" else f"{schema}.{overload}"
-        if schema == SEED:
-            self.seeds.append(str(node.args[1]))
-        elif schema.startswith(f"{NAMESPACE}."):
+        self.marked |= schema == MARK
+        if schema.startswith(f"{NAMESPACE}.") and schema not in (MARK, SEED):
             self.several[node] = self.layer(node)
             return
         if op == STRIDED:
@@ -368,11 +368,6 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def name_of(target: Any) -> tuple[str, str]:
     """``aten.add`` and ``Tensor`` of an operation of torch."""
     return target._schema.name.replace("::", "."), target._overloadname
-
-
-def seeds_read(flat: FlatGraph) -> list[str]:
-    """The names of the gradients' stand-ins that a graph reads."""
-    return [str(node.args[1]) for node in flat.nodes if node.op == SEED]
 
 
 def refuse_strides(node: fx.Node) -> None:

@@ -76,19 +76,6 @@ class Clip(torch.autograd.Function):
         return grad.clamp(-0.1, 0.1)
 
 
-class Hide(torch.autograd.Function):
-    """A backward that autograd cannot look into."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        with torch.no_grad():
-            return grad * 2
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,11 +94,6 @@ class Reversed(Small):
 class Clips(Small):
     def forward(self, x: Tensor) -> Tensor:
         return Clip.apply(self.inner(x)).square().sum()
-
-
-class Hides(Small):
-    def forward(self, x: Tensor) -> Tensor:
-        return Hide.apply(self.inner(x)).square().sum()
 
 
 class Constants(Small):
@@ -220,7 +202,7 @@ def test_no_grad_nodes_are_marked() -> None:
     assert not any(value.differentiable for node in marked for value in node.outputs)
 
 
-@pytest.mark.parametrize("kind", [Clips, Hides, Branches])
+@pytest.mark.parametrize("kind", [Clips, Branches])
 def test_refused_with_the_line(kind: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match=r"test_faithful\.py:\d+") as caught:
         capture(kind(), (torch.randn(6, 4),))

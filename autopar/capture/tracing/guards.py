@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import is_fixed_recurrent
-from autopar.capture.tracing.custom_functions import apply_traced
+from autopar.capture.tracing.custom.functions import apply_traced
 from autopar.capture.tracing.outline import CannotOutline
 from autopar.capture.tracing.places import user_asks, user_line
 from autopar.errors import CaptureError
@@ -121,7 +121,7 @@ def refuse_random(op: str, node: fx.Node, where: str) -> None:
 
 @contextmanager
 def custom_functions(allowed: tuple[str, ...], outlined: bool = False) -> Iterator[None]:
-    """While active, a user's ``autograd.Function`` is traced with its backward (module `custom_functions`), unless it is
+    """While active, a user's ``autograd.Function`` is traced with its backward (`custom.functions`), unless it is
     `allowed`: then only its forward is. CaptureError where a hook is registered. CannotOutline, where layers are `outlined`, for
     functions that ask which of their arguments require gradients: what comes out of a border does not say."""
     function_apply = torch.autograd.Function.__dict__["apply"]
