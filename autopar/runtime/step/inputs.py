@@ -172,6 +172,8 @@ def _tensor(program: Program, path: str, value: Any, flows: bool) -> torch.Tenso
             f"argument {path} requires a gradient, and this program computes none into it: pass {path}.detach(), or make what "
             "computes it part of the model"
         )
+    if isinstance(value, DTensor) and value.requires_grad and torch.is_grad_enabled():  # a parameter, or made of one
+        value = value.full_tensor()
     try:
         return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)
     except (TypeError, ValueError, RuntimeError):
