@@ -215,7 +215,7 @@ def _build(
             compiler = compiler_of(agreed, run.compile)
             check_float8(agreed, compiler)
             _warn_of(model, code, compiler)
-            frozen = FrozenReads(copy_without_data(model, None), reads, code.names, code.modules)
+            frozen = FrozenReads(copy_without_data(model, None), reads, code.names, code.modules, questions=code.questions)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model), run.proof)
         if run.proof:

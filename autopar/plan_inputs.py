@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
 from autopar.capture.normalize.attention import ATTENTION_ALONE
+from autopar.capture.tracing.fake_copy import refuse_uninitialized
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.hardware.document_lengths import DocumentLengths
 from autopar.cost_models.hardware.expert_load import ExpertLoad
@@ -171,6 +172,7 @@ def check_model(model: object) -> None:
                         f"{type(module).__name__}.{name} overrides that of nn.Module, and may leave out parameters, which the "
                         f"parallel model would have: give it another name (trained_{name}), and call that"
                     )
+        refuse_uninitialized(model)
         return
     name = getattr(model, "__name__", type(model).__name__)
     if isinstance(model, type):

@@ -17,8 +17,11 @@ from autopar.ir.interface import Argument, Interface
 from autopar.runtime.call_keys import batch_votes
 from autopar.runtime.compat.modules import forward_of
 from autopar.runtime.key_value_cache import INSTEAD_OF_CACHE, USE_CACHE, is_library_cache
+from autopar.runtime.plain.code_reads import code_of
+from autopar.runtime.plain.questions import IDENTITY, LAYOUT
 from autopar.runtime.step.arguments import flatten_arguments
-from autopar.runtime.step.inputs import constant_text, path_word
+from autopar.runtime.step.inputs import constant_text, path_word, same_text
+from autopar.runtime.step.layouts import layout_of
 
 TARGET = "target"
 """The argument that goes to the loss function, beside the model's result."""
@@ -43,12 +46,13 @@ class NoCache(int):
 @dataclass(frozen=True, slots=True)
 class BoundInputs:
     """The flattened arguments. `tensors` are the graph's inputs by name, with the batch at dimension 0, `leaves` all leaves in
-    order (a tensor as its name), `spec` their structure."""
+    order (a tensor as its name), `spec` their structure. `keeps_layout`: the forward asks how they lie in memory."""
 
     tensors: Mapping[str, Tensor]
     leaves: tuple[Any, ...]
     spec: TreeSpec
     interface: Interface
+    keeps_layout: bool = False
 
     @property
     def lacks_cache(self) -> bool:
@@ -80,14 +84,13 @@ class _Input:
 
 
 def bind_inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_target: bool = False, batch_dim: BatchDim = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss_fn: Any = None, batch_dim: BatchDim = None
 ) -> BoundInputs:
     """The leaves of the example inputs by path: an argument of the forward, keys of dicts, indices of tuples. CaptureError for
-    arguments without a name. `with_target`: the call takes a further argument `TARGET`, for the loss function. `batch_dim`: see
-    `batch_dims_of`."""
+    arguments without a name. With a `loss_fn` the call takes a further argument `TARGET`. `batch_dim`: see `batch_dims_of`."""
     name = type(model).__name__
     signature = inspect.signature(forward_of(model))
-    if with_target:
+    if loss_fn is not None:
         signature = _with_target(signature)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -113,12 +116,19 @@ def bind_inputs(
         forced[USE_CACHE].is_refusal = given.get(USE_CACHE) is False
     given |= forced
     flat, spec = flatten_arguments(given)
+    asked = _questions(model, loss_fn, [leaf for _, leaf in flat if isinstance(leaf, Tensor)])
+    first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     leaves: list[Any] = []
     arguments: list[Argument] = []
     for keys, leaf in flat:
         path = ".".join(map(path_word, keys))
         if isinstance(leaf, Tensor):
+            if IDENTITY in asked and id(leaf) in first:
+                leaves.append(_Input(_name_of(arguments, first[id(leaf)])))
+                arguments.append(Argument(path, constant=same_text(first[id(leaf)])))
+                continue
+            first[id(leaf)] = path
             if leaf.is_complex():
                 raise CaptureError(f"input {path} is {leaf.dtype}: complex numbers are not supported; pass two real tensors")
             own = _identifier(path, tensors)
@@ -143,7 +153,17 @@ def bind_inputs(
         if each.default is not inspect.Parameter.empty and not any(p == key or p.startswith(f"{key}.") for p in named)
     ]
     positional = tuple(key for key, each in signature.parameters.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)))
+    return BoundInputs(tensors, tuple(leaves), spec, Interface(positional, tuple(arguments)), LAYOUT in asked)
+
+
+def _name_of(arguments: Iterable[Argument], path: str) -> str:
+    return next(each.input for each in arguments if each.path == path)
+
+
+def _questions(model: nn.Module, loss_fn: Any, tensors: list[Tensor]) -> frozenset[str]:
+    """The questions of the forward about these tensors whose answers are not the usual ones."""
+    twice = len({id(each) for each in tensors}) < len(tensors)
+    return code_of(model, loss_fn).questions if twice or any(map(layout_of, tensors)) else frozenset()
 
 
 def _is_pretrained(model: nn.Module) -> bool:

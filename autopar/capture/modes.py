@@ -32,8 +32,11 @@ class CapturedModes:
     answers: dict[bool, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        empty: dict[int, torch.Tensor] = {}  # one for a tensor that is passed twice
         self.args, self.kwargs = tree_map_only(
-            torch.Tensor, lambda x: torch.empty_like(x, device="meta"), (self.args, dict(self.kwargs))
+            torch.Tensor,
+            lambda x: empty.setdefault(id(x), torch.empty_like(x, device="meta")),
+            (self.args, dict(self.kwargs)),
         )
 
     def right_in(self, training: bool) -> bool:

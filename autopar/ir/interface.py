@@ -17,7 +17,8 @@ path)``; ``("constant", value)``; ``("tuple", (form, ...))``; ``("list", (form, 
 A dictionary has the forms of its keys before the pairs where these are no texts: ``("dict", (form, ...), ((text, form), ...))``,
 and so has one of a class. ``("defaultdict", form of the factory, form of the dict)``. Beside tensors: ``("member", "module:enum",
 form of the value)``; ``("named", "module:name")`` of a class, function or dtype; ``("device", text)``; ``("size", path, dim)`` of
-an output; ``("object", type)`` of what no plan can hold; ``("cache",)`` of a key-value cache, which the model makes with
+an output; ``("examples", input, factor, more)`` of a number that is computed of the size of an input's batch: ``factor`` times
+that, and ``more``; ``("object", type)`` of what no plan can hold; ``("cache",)`` of a key-value cache, which the model makes with
 `use_cache`."""
 
 

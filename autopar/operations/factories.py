@@ -6,7 +6,7 @@ from autopar.ir.dims import Shape
 from autopar.ir.graph import Node
 from autopar.operations.notation.line_text import fixed, letter, line_text
 from autopar.operations.notation.rule import DerivedLine
-from autopar.operations.notation.spelling import OperationCall, factory, function, new_factory
+from autopar.operations.notation.spelling import OperationCall, factory, function, new_factory, operator_factory
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import elementwise_rule
 
@@ -37,8 +37,10 @@ OPERATIONS = (
     *several(Operation("aten", factory_rule, sizes_at=1, spelling=new_factory), "new_zeros new_ones new_full new_empty"),
     *several(
         Operation("aten", whole_rule, factory=True, spelling=factory),
-        "arange scalar_tensor eye linspace logspace tril_indices triu_indices",
+        "arange scalar_tensor eye linspace logspace tril_indices triu_indices "
+        "hann_window hamming_window blackman_window bartlett_window kaiser_window",
     ),
+    *several(Operation("aten", whole_rule, factory=True, spelling=operator_factory), "fft_fftfreq fft_rfftfreq range"),
     *several(Operation("aten", factory=True, spelling=factory), "rand randn"),
     *several(
         Operation("aten", whole_rule),

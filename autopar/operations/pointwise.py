@@ -107,8 +107,8 @@ OPERATIONS = (
         Operation("aten", elementwise_rule),
         """_to_copy __xor__ acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift celu
         copy copysign cosh erfc exp2 expm1 fmod hardtanh isfinite lerp log10 log1p log2 log_sigmoid logit selu sinh tan trunc
-        xlogy fill polar complex real imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter
-        logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel""",
+        xlogy fill polar complex real imag angle _conj resolve_conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit
+        nextafter logaddexp logaddexp2 frac rad2deg deg2rad threshold positive _prelu_kernel""",
     ),
     *several(Operation("aten", spelling=method), "contiguous float"),
     Operation(VIEW_BITS, view_bits_rule, view=True),

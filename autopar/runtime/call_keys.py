@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .compat.modules import forward_of
+from .errors import BatchError
 from .module import Program
 from .plain.frozen_reads import Change
-from .step.arguments import flatten_arguments
-from .step.inputs import constant_text, model_placements, path_word
+from .plain.questions import IDENTITY, LAYOUT, LEAF
+from .step.arguments import argument_parts
+from .step.inputs import constant_text, model_placements, path_word, same_text
+from .step.layouts import layout_of
 
 
 class CallKey(NamedTuple):
-    """The key that selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, in
-    words that leave the batch size out. `division`: how the batch divides over data ranks and micro-batches. `outputs`: what is
-    asked for beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and get gradients now.
-    `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no argument (attributes,
-    globals), and is not as the first program read it."""
+    """The key that selects a variant. `modes`: training or evaluation, of each module. `leaves`: each argument by its path, and
+    each container, in words that leave the batch size out. `division`: how the batch divides over data ranks and micro-batches.
+    `outputs`: what is asked for beside the loss in this call. `unfrozen`: parameters that were frozen when the plan was made, and
+    get gradients now. `autocast`: the dtype of a ``torch.autocast`` around the call. `changed`: what programs read that is no
+    argument (attributes, globals), and is not as the first program read it."""
 
     modes: tuple[bool, ...]
     leaves: tuple[tuple[str, str], ...]
@@ -51,20 +57,65 @@ class KeyedCall(NamedTuple):
         return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
 
 
-def call_leaves(program: Program, arguments: Mapping[str, Any], times: int) -> tuple[tuple[tuple[str, str], ...], int]:
+class Sight(NamedTuple):
+    """The view that a forward has of its arguments. `named`: those that it takes by name, whose order it does not see (None:
+    all). `questions`: those of its code (`plain.questions`)."""
+
+    named: frozenset[str] | None = None
+    questions: frozenset[str] = frozenset()
+
+    def ordered(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments in one order, but for further ones (``**kwargs``), which the forward sees in that of the call."""
+        named = arguments.keys() if self.named is None else self.named
+        return dict(sorted(arguments.items(), key=lambda each: each[0] if each[0] in named else "~"))
+
+    def words(self, leaves: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+        """Yield the answers to the questions, by path. BatchError where no program could give one."""
+        first: dict[int, str] = {}
+        for path, leaf in leaves if self.questions else ():
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if LEAF in self.questions and not leaf.is_leaf:
+                raise BatchError(f"argument {path} is no leaf of autograd, and the forward asks is_leaf: ask requires_grad there")
+            if IDENTITY in self.questions and first.setdefault(id(leaf), path) != path:
+                yield path, same_text(first[id(leaf)])
+            if LAYOUT in self.questions and (layout := layout_of(leaf)):
+                yield path, f"in memory {layout}"
+
+
+_PLAIN = Sight()
+
+
+def sight_of(model: nn.Module, questions: frozenset[str]) -> Sight:
+    """Return what the forward of a model sees, whose code has these questions."""
+    parameters = inspect.signature(forward_of(model)).parameters
+    further = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return Sight(frozenset(parameters) if further else None, questions)
+
+
+def call_leaves(
+    program: Program, arguments: Mapping[str, Any], times: int, sight: Sight = _PLAIN
+) -> tuple[tuple[tuple[str, str], ...], int]:
     """Return the arguments of a call by path, in words, and the size of its global batch, which has `times` that of the
     arguments."""
-    leaves = [(".".join(map(path_word, keys)), leaf) for keys, leaf in flatten_arguments(arguments)[0]]
+    arguments = sight.ordered(arguments)
+    parts = {name: argument_parts(name, value) for name, value in arguments.items()}
+    leaves = [(".".join(map(path_word, keys)), leaf) for own, _ in parts.values() for keys, leaf in own]
     paths = {name: path for path, name in program.arguments.items()}
     dims = {paths.get(name, name): dim for name, dim in program.batch_dims.items()}
     own = batch_size(leaves, dims)
     constants, tensors = {**program.constants, **program.defaults}, set(paths.values())
     words = tuple(
         (path, constant_text(leaf) if _is_number(leaf) and path not in tensors else _words(leaf, own, dims.get(path, 0)))
-        for path, leaf in sorted(leaves, key=lambda leaf: leaf[0])
-        if not (leaf is None and path not in program.constants) and not _is_default(constants, program.defaults, path, leaf)
+        for path, leaf in leaves
+        if not (leaf is None and path not in constants) and not _is_default(constants, program.defaults, path, leaf)
     )
-    return words, own * times
+    containers = (
+        (name, text)
+        for name, (own, text) in parts.items()
+        if text and (own or not _is_default(constants, program.defaults, name, arguments[name]))
+    )
+    return (*words, *containers, *sight.words(leaves)), own * times
 
 
 def hash_of(value: object) -> int:

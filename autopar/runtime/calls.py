@@ -4,6 +4,7 @@ together."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,8 @@ class Calls:
     compared: bool = False
     gradients: dict[str, list[float]] = field(default_factory=dict)
     """Two numbers of each gradient that came back in the last step, before a call that is checked."""
+    examples: Mapping[str, int] = field(default_factory=dict)
+    """The size of the global batch of the last call, by input."""
 
     def __post_init__(self) -> None:
         self.program, self.state, self.heartbeat = self.first.program, self.first.state, self.watch.heartbeat
@@ -133,7 +136,8 @@ class Calls:
                     record_gradient(output, path, self.gradients)
         if variant.form is None:
             return plain_result(program, loss, outputs)
-        return build_result(variant.form, loss, outputs, lacks=self.variants.lacks if self.variants is not None else Lacks())
+        lacks = self.variants.lacks if self.variants is not None else Lacks()
+        return build_result(variant.form, loss, outputs, lacks=lacks, examples=self.examples)
 
     def _equals(self, name: str, value: torch.Tensor) -> bool:
         """Return whether this rank's part of a tensor of the model has this value."""
@@ -194,8 +198,10 @@ class Calls:
                 else:
                     whole = bind_arguments(program, () if local else args, first if isinstance(first, LocalBatch) else batch)
                 inputs = plain_inputs(whole) if local else local_inputs(program, whole)
+                times = first.times if isinstance(first, LocalBatch) else 1
                 if self.variants is None:
-                    check_branches(program, whole, first.times if isinstance(first, LocalBatch) else 1)
+                    check_branches(program, whole, times)
+                self.examples = {name: tensor.shape[0] * times for name, tensor in whole.items() if tensor.dim()}
             if comparing:
                 require_agreement(stated_step(mesh, self.program_digest, whole, own_part=local), mesh.describe)
                 self.compared = True

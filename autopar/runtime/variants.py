@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .call_keys import CallKey, KeyedCall, call_leaves, hash_of
+from .call_keys import CallKey, KeyedCall, call_leaves, hash_of, sight_of
 from .comm.agreement import Stated, bounds_on_ranks, require_agreement
 from .compat.autograd import apply, in_backward
 from .device.autocast import autocast_of
@@ -151,6 +151,7 @@ class Variants:
         self, first: Variant, make: MakeVariant, plain: PlainModel, modes: tuple[bool, ...], compiler: Any = False
     ) -> None:
         self.first, self.make, self.plain, self.captured_modes, self.compiler = first, make, plain, modes, compiler
+        self.sight = sight_of(plain.frozen.model, plain.frozen.questions)
         self._values: dict[str, set[str]] = {}
         self.programs: OrderedDict[tuple[CallKey, int], Variant] = OrderedDict()
         self.uneven: dict[CallKey, VariantParts] = {}  # a program for each number of examples, of one class
@@ -185,7 +186,7 @@ class Variants:
         """Return a call in words. `times`: how often the global batch holds that of the arguments."""
         program = self.first.program
         arguments = arguments_by_name(program, args, keywords)
-        words, batch = call_leaves(program, arguments, times)
+        words, batch = call_leaves(program, arguments, times, self.sight)
         division = division_of(batch, program.mesh.dp.size, program.micro_batches, self.first.step is None)
         gradients = self.first.step is not None and torch.is_grad_enabled()
         outputs = self.outputs

@@ -16,6 +16,8 @@ from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph
 from autopar.runtime.plain.frozen_reads import Change
+from autopar.runtime.step.arguments import argument_parts
+from autopar.runtime.step.layouts import layout_of
 
 MOST_EXPORTS = 16
 """Exports with a symbolic batch or lengths that are kept; the least recently used one goes first."""
@@ -44,12 +46,14 @@ class Exports:
     ) -> Graph:
         """The graph of a call of the model, which is in these modes, with these attributes `changed`. A size that differed
         between calls stays a symbol."""
-        bound = bind_inputs(model, (), arguments, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
+        bound = bind_inputs(model, (), arguments, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
+        layouts = [layout_of(x) if bound.keeps_layout else () for x in bound.tensors.values()]
         kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
+        containers = tuple(argument_parts(name, value)[1] for name, value in arguments.items())
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared
             return Export(model, (), arguments, options).graph
-        structure = (id(model), modes, changed, trained, kinds, bound.interface, bound.leaves, options)
+        structure = (id(model), modes, changed, trained, kinds, *layouts, containers, bound.interface, bound.leaves, options)
         for key, export in reversed(self.exports.items()):
             if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
                 self.exports.move_to_end(key)

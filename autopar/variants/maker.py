@@ -37,6 +37,7 @@ from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.runtime.progress import working
 from autopar.runtime.step.arguments import flatten_arguments, map_arguments
 from autopar.runtime.step.inputs import model_placements, path_word
+from autopar.runtime.step.layouts import empty_of, layout_of
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.step.results import Missing
 from autopar.runtime.variants import LOGGER, VariantParts
@@ -122,7 +123,12 @@ class VariantMaker:
         interface = self.plan.graph.interface
         dims = {each.path: each.batch_dim for each in interface.arguments} if interface is not None else {}
 
-        def on_meta(keys: tuple[Any, ...], x: Any) -> Any:
+        seen: dict[int, torch.Tensor] = {}  # one tensor for one that is passed twice
+
+        def on_meta(keys: tuple[Any, ...], given: Any) -> Any:
+            x = seen.get(id(given), given)
+            if x is not given:
+                return x
             if not isinstance(x, torch.Tensor):
                 if not (hasattr(x, "__array__") and x.shape):  # no array; numpy's numbers are constants
                     return x
@@ -130,7 +136,8 @@ class VariantMaker:
             shape, dim = list(x.shape), dims.get(".".join(map(path_word, keys)), 0)
             if x.dim() > dim and shape[dim] == own:
                 shape[dim] = call.batch
-            return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad and torch.is_grad_enabled())
+            empty = empty_of(shape, layout_of(x), dtype=x.dtype, device="meta")
+            return seen.setdefault(id(given), empty.requires_grad_(x.requires_grad and torch.is_grad_enabled()))
 
         arguments = map_arguments(on_meta, dict(call.arguments))
         options = dict(self.options)

@@ -57,6 +57,7 @@ class KnownValues(nn.Module):
         written = times.clone().fill_(3.0)
         for step in steps:
             x = x + step * self.inner(x).tanh() * written[0]
+        x = x + x.repeat_interleave(torch.tensor([1, 0, 2, 1]), dim=1) + x.repeat_interleave(torch.tensor([3]), 1)[:, 8:]
         mask = torch.ones_like(x, dtype=torch.uint8)
         if not mask[0].all():
             x = x * 100

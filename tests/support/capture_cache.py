@@ -101,7 +101,7 @@ def _at_batch(cached: _CachedExport | None, given: tuple[Any, ...]) -> _CachedEx
     if cached is None:
         return None
     model, args, kwargs, options, *_ = given
-    bound = bind_inputs(model, args, kwargs, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
+    bound = bind_inputs(model, args, kwargs, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
     graph = cached.export.graph_at(bound.tensors)
     if graph is None:
         return None
@@ -115,7 +115,7 @@ def _key(
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     pickler = _KeyPickler(text, {id(each) for each in (*model.parameters(), *model.buffers(), *inputs)})
     # A plan says where the batch is, which its first capture found by itself.
-    bound = bind_inputs(model, args, kwargs, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
+    bound = bind_inputs(model, args, kwargs, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
     if any_batch:
         batch = batch_of(bound.tensors)
         pickler.batched = {id(each) for each in inputs if each.dim() and each.shape[0] == batch}

@@ -11,7 +11,7 @@ from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.lookups import bags, dense_gradients, mask_assignments, whole_indices
 from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
-from autopar.capture.normalize.mathematics import real_products, written_out
+from autopar.capture.normalize.mathematics import complex_writes, real_products, written_out
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import (
     broadcasts,
@@ -33,6 +33,7 @@ REWRITES = (
     equal_casts,
     copies,
     filled,
+    complex_writes,
     reshapes,
     squeezes,
     no_ops,

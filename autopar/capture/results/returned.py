@@ -11,6 +11,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import SymBool, SymFloat, SymInt, Tensor, nn
@@ -125,19 +126,25 @@ class Returned:
 
 
 def take_apart(
-    result: Any, asked: Sequence[str], usual_kind: str = "", module: nn.Module | None = None, *, lacks_cache: bool = False
+    result: Any,
+    asked: Sequence[str],
+    usual_kind: str = "",
+    module: nn.Module | None = None,
+    *,
+    lacks_cache: bool = False,
+    inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Returned:
     """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`); of a model
     without a loss all tensors of the result, where nothing is asked for, and so with `EVERYTHING`. `usual_kind`: how outputs come
-    back where `asked` does not say it. `lacks_cache`: the model would have made a cache with `use_cache`.
-    CaptureError where the result lacks an output, or holds no tensor."""
+    back where `asked` does not say it. `lacks_cache`: the model would have made a cache with `use_cache`. `inputs`: by name,
+    those with the batch at dimension 0. CaptureError where the result lacks an output, or holds no tensor."""
     wanted = parse_asked(asked)
     said = next((path for path, kind in wanted.items() if kind == LOSS), "")
     wanted.pop(said, None)
     everything = wanted.pop(EVERYTHING, None) is not None
     loss = find_loss(result, module, said)
     usual = usual_kind or ("full" if loss is not None else "gradient")
-    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything, lacks_cache)
+    taking = _Taking(loss, tuple(wanted) if wanted or loss is not None else ("",), everything, lacks_cache, inputs)
     form = taking.whole_form(result)
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
@@ -167,6 +174,7 @@ class _Taking:
     asked: tuple[str, ...]
     everything: bool = False
     lacks_cache: bool = False
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -224,22 +232,37 @@ class _Taking:
         return ("object", type(item).__name__) if path else None
 
     def _size(self, number: Any, path: str) -> Form:
-        """The form of a number that the trace does not know: a size of an output. CaptureError for another one that the user may
-        see."""
+        """The form of a number that the trace does not know: a size of an output, or what is computed of the batch's.
+        CaptureError for another one that the user may see."""
+        if number.node.expr.is_Integer:  # a question of the forward made it one, at a fixed batch
+            return ("constant", int(number.node.expr))
         for name, output in self.outputs.items():
             for dim, size in enumerate(output.shape):
                 if isinstance(size, SymInt) and size.node.expr == number.node.expr:
                     return ("size", name, dim)
+        for name, tensor in self.inputs.items():
+            if (numbers := _numbers_of(number, tensor.shape[0])) is not None:
+                return ("examples", name, *numbers)
         if not self.complete or any(word.startswith("_") for word in path.split(".")):
             return ("object", "number of the batch")
         raise CaptureError(
-            f"the model returns {path or 'a number'} as a number that is taken of a tensor or of the batch's size (.item(), "
-            "int()), which the capture does not know: return the tensor, and call .item() on what the parallel model returns"
+            f"the model returns {path or 'a number'} as a number that is taken of a tensor (.item(), int()) or computed of the "
+            "batch's size, which the capture does not know: return the tensor, or the size, and compute the number of what "
+            "the parallel model returns"
         )
 
     @staticmethod
     def _concerns(path: str, asked: str) -> bool:
         return within(path, asked) or asked.startswith(f"{path}.")
+
+
+def _numbers_of(number: Any, examples: Any) -> tuple[int, int] | None:
+    """Return how often a number has the size of the batch in it, and what is added; None where it is made otherwise."""
+    if not isinstance(number, SymInt) or not isinstance(examples, SymInt) or not examples.node.expr.is_Symbol:
+        return None
+    factor = number.node.expr.coeff(examples.node.expr, 1)
+    more = number.node.expr - factor * examples.node.expr
+    return (int(factor), int(more)) if factor.is_Integer and more.is_Integer else None
 
 
 def _cache_fields(item: Any) -> list[str]:

@@ -64,11 +64,11 @@ class LossOnly(nn.Module):
                     own = {name: x.clone() for name, x in batch.items()}
                     with as_if_first(self.layers):
                         result, record = call_recorded(self.module, lambda: self.call(own))
-                    returned = self.take_apart(result)
+                    returned = self.take_apart(result, own)
                     return (returned.loss, *returned.outputs.values(), *written), record
 
                 self.warn(refuse_states(self.state, changes, varying, repeat))
-        returned = self.take_apart(result)
+        returned = self.take_apart(result, batch)
         self.tell((returned.form, tuple(f"{path}:{kind}" for path, kind in returned.kinds.items()), returned.left_out))
         return (returned.loss, *returned.outputs.values()) if returned.outputs else returned.loss
 
@@ -82,21 +82,28 @@ class LossOnly(nn.Module):
             refuse_old(leaves_of(result))
         return result if loss_fn is None else loss_fn(result, target)
 
-    def take_apart(self, result: Any) -> Returned:
-        """The loss and the outputs of a result."""
+    def take_apart(self, result: Any, batch: Mapping[str, Tensor]) -> Returned:
+        """The loss and the outputs of a result for a batch."""
         module = self.module if self.options.loss_fn is None else None
         if module is not None and type(result) is tuple and len(result) > 2 and self.bound.shifts_places:
             raise CaptureError(
                 f"{type(module).__name__} returns a tuple without the key-value cache that it would have made, so that what "
                 "follows has other places: pass return_dict=True, or use_cache=False"
             )
-        return take_apart(result, self.options.outputs, self.options.usual_kind, module, lacks_cache=self.bound.lacks_cache)
+        return take_apart(
+            result, self.options.outputs, self.options.usual_kind, module,
+            lacks_cache=self.bound.lacks_cache, inputs=self.batched(batch),
+        )  # fmt: skip
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:
         """The number of examples of a batch."""
+        return next((x.shape[0] for x in self.batched(batch).values()), batch_of(self.bound.tensors))
+
+    def batched(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs that have the examples at dimension 0."""
         tensors = self.bound.tensors
         size = batch_of(tensors)
-        return next((x.shape[0] for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size), size)
+        return {name: x for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size}
 
 
 def refuse_parameters(loss_fn: LossFunction | None) -> None:

@@ -11,7 +11,7 @@ from io import StringIO
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
@@ -46,6 +46,7 @@ from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
 from autopar.runtime.device.autocast import under_autocast
+from autopar.runtime.step.layouts import empty_of, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def trace(
     refuse_uninitialized(model)
     refuse_complex(model)
     refuse_parameters(options.loss_fn)
-    bound = bind_inputs(model, args, kwargs, with_target=options.loss_fn is not None, batch_dim=options.batch_dim)
+    bound = bind_inputs(model, args, kwargs, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None
     ways = ((True, True), (True, False), (False, False)) if outlined else ((True, False), (False, False))
@@ -195,9 +196,7 @@ class _Attempt:
                 refusals, comparisons = Refusals(self.short), Comparisons(self.checks)
                 for mode in (ListIndices(), refusals, self.values, CtcLosses(), MaskLosses(), comparisons):
                     modes.enter_context(mode)
-                program = export_copy(
-                    clone, self.bound.tensors, batch_of(self.bound.tensors), self.symbolic, self.open_dims, device
-                )  # fmt: skip
+                program = export_copy(clone, self.bound, self.symbolic, self.open_dims, device)
             return decomposed(program, device, self.options.batch_norm == "local")
 
 
@@ -210,18 +209,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def export_copy(
     clone: LossOnly,
-    tensors: Mapping[str, Tensor],
-    batch: int,
+    bound: BoundInputs,
     symbolic: bool,
     open_dims: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> ExportedProgram:
     """The program of operations that autograd sees. A batch of 1 is traced as 2, since torch specialises 0 and 1."""
+    tensors, batch = bound.tensors, batch_of(bound.tensors)
     batched = {name: bool(tensor.dim()) and tensor.shape[0] == batch for name, tensor in tensors.items()}
     size = max(batch, 2) if symbolic else batch
     example = {
-        name: torch.empty(
-            (size, *tensor.shape[1:]) if batched[name] else tensor.shape, dtype=tensor.dtype, device=device
+        name: empty_of(
+            (size, *tensor.shape[1:]) if batched[name] else tensor.shape,
+            layout_of(tensor) if bound.keeps_layout else (), dtype=tensor.dtype, device=device,
         ).requires_grad_(tensor.requires_grad)
         for name, tensor in tensors.items()
     }

@@ -168,7 +168,7 @@ sigmoid erf relu relu6 mish softplus hardswish hardsigmoid leaky_relu gelu silu 
 logical_and logical_or logical_xor full_like zeros_like ones_like empty_like nan_to_num floor_divide acos acosh
 addcdiv addcmul asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift celu copysign cosh erfc exp2
 expm1 fmod hardtanh isfinite lerp log10 log1p log2 log_sigmoid logit selu sinh tan trunc xlogy polar complex real
-imag angle _conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter logaddexp logaddexp2 frac
+imag angle _conj resolve_conj conj_physical sgn sinc hypot digamma lgamma erfinv i0 signbit nextafter logaddexp logaddexp2 frac
 rad2deg deg2rad threshold positive _prelu_kernel rsub fill
 """
 

@@ -41,7 +41,8 @@ _SIZES: dict[str, tuple[str, ...]] = {
 _FACTORIES = frozenset(
     f"aten.{name}"
     for name in words_of("""zeros ones full empty new_zeros new_ones new_full new_empty arange scalar_tensor eye
-    linspace logspace tril_indices triu_indices full_like zeros_like ones_like empty_like""")
+    linspace logspace tril_indices triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window
+    fft_fftfreq fft_rfftfreq range full_like zeros_like ones_like empty_like""")
 )
 """Operations that the text tells the dtype of their results, which is compared there."""
 _IGNORED = ("layout", "device", "pin_memory", "memory_format", "sharded_axes", "mode_of_draw", "axis", "non_blocking", "copy")

@@ -84,6 +84,12 @@ def factory(call: OperationCall) -> str:
     return f"torch.{call.packet}({replace(call, kwargs=kwargs).listed()})"
 
 
+def operator_factory(call: OperationCall) -> str:
+    """``torch.ops.aten.fft_fftfreq(12, dtype=torch.float32, device=self.mesh.device)``: torch has it under another name, or warns
+    of it."""
+    return factory(call).replace("torch.", "torch.ops.aten.", 1)
+
+
 def new_factory(call: OperationCall) -> str:
     """``x.new_zeros((2, 3), dtype=torch.float32)``."""
     return f"{operand(call.args[0])}.{call.packet}({call.listed(1, dtype=f'torch.{call.node.outputs[0].dtype}')})"

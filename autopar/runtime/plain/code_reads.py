@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from .frozen_reads import LEAVES, NamedValue, setting_classes
+from .questions import questions_of
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", sysconfig.get_paths()["stdlib"], torch.__file__.rsplit("/", 1)[0])
 _PRODUCT = __file__.rsplit("/runtime/", 1)[0] + "/"
@@ -42,13 +43,15 @@ _METHODS = ("__init__", "__call__", "forward", "backward")
 class Code(NamedTuple):
     """The reads of the code of a forward. `names`: what is to be compared before each call. `modules`: by name, those that are no
     part of the model. `outside`: lines that read the environment, the clock or the inference mode. `owners`: functions and
-    classes of the user's own, which may have attributes; `caches`: functions under ``functools.lru_cache``."""
+    classes of the user's own, which may have attributes; `caches`: functions under ``functools.lru_cache``. `questions`: see
+    `questions`."""
 
     names: tuple[NamedValue, ...]
     modules: Mapping[str, nn.Module]
     outside: tuple[str, ...]
     owners: tuple[Any, ...] = ()
     caches: tuple[Any, ...] = ()
+    questions: frozenset[str] = frozenset()
 
 
 def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
@@ -62,7 +65,8 @@ def code_of(model: nn.Module, loss_fn: Any = None) -> Code:
     walk.module("loss_fn", loss_fn) if isinstance(loss_fn, nn.Module) else walk.add(loss_fn)
     walk.run()
     outside = tuple(dict.fromkeys(walk.outside))
-    return Code(tuple(walk.names.values()), walk.modules, outside, tuple(walk.owners()), tuple(walk.caches))
+    names, owners, caches = tuple(walk.names.values()), tuple(walk.owners()), tuple(walk.caches)
+    return Code(names, walk.modules, outside, owners, caches, frozenset(walk.questions))
 
 
 class _Cell(NamedTuple):
@@ -98,14 +102,21 @@ class _ClassValues(NamedTuple):
         delattr(self.kind, name)
 
 
-class _GradientMode:
-    """The answer of ``torch.is_grad_enabled()``, under any name."""
+class _Mode(NamedTuple):
+    """A mode of torch, under any name."""
+
+    asked: Any
+    set: Any
 
     def get(self, name: str, default: Any, /) -> Any:
-        return torch.is_grad_enabled()
+        return self.asked()
 
     def __setitem__(self, name: str, value: Any) -> None:
-        torch.set_grad_enabled(value)
+        self.set(value)
+
+
+_GRADIENTS = _Mode(torch.is_grad_enabled, torch.set_grad_enabled)
+_DETERMINISM = _Mode(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
 
 
 class _Walk:
@@ -120,6 +131,7 @@ class _Walk:
         self.modules: dict[str, nn.Module] = {}
         self._own = {id(module) for module in model.modules()}
         self.outside: list[str] = []
+        self.questions: set[str] = set()
         self._reached: dict[int, FunctionType] = {}
         self._open: list[FunctionType] = []
 
@@ -184,6 +196,7 @@ class _Walk:
                 elif isinstance(at.get(name, None), FunctionType):  # what a library's decorator holds
                     self.add(at.get(name, None))
             for code in _all_code(function.__code__) if own else ():
+                self.questions |= questions_of(code)
                 self._names(function, code)
 
     def _names(self, function: FunctionType, code: CodeType) -> None:
@@ -194,7 +207,9 @@ class _Walk:
         used = _used_names(code)
         words = used.attributes.union(used.globals_read)
         if words & _GRADIENT_NAMES:
-            self.names[0, ""] = NamedValue("torch.is_grad_enabled()", _GradientMode(), "")
+            self.names[0, ""] = NamedValue("torch.is_grad_enabled()", _GRADIENTS, "")
+        if _DETERMINISM.asked.__name__ in words:
+            self.names[1, ""] = NamedValue("torch.are_deterministic_algorithms_enabled()", _DETERMINISM, "")
         if _INFERENCE_MODE in words:
             self.outside.append(f"{_line(code, _INFERENCE_MODE)} asks torch.{_INFERENCE_MODE}()")
         for name in used.globals_set:

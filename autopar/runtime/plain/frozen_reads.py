@@ -83,7 +83,7 @@ def setting_classes(kind: type, name: str) -> tuple[type, ...]:
 class FrozenReads:
     """The values that the programs of `model`, a skeleton without data, have read. `names`: globals and closures of its code.
     `others`: modules by name that are no part of the model, tensors included (a loss). `initial`: those of another model of the
-    same programs (a copy)."""
+    same programs (a copy). `questions`: those of its code (`questions`)."""
 
     def __init__(
         self,
@@ -92,7 +92,9 @@ class FrozenReads:
         names: Iterable[NamedValue] = (),
         others: Mapping[str, nn.Module] = MappingProxyType({}),
         initial: Mapping[str, str] | None = None,
+        questions: frozenset[str] = frozenset(),
     ) -> None:
+        self.questions = questions
         self.model, self.reads, self.names, self.others = model, Reads(), tuple(names), others
         self.initial: dict[str, str] = {}
         self._values: tuple[NamedValue, ...] = ()
@@ -110,7 +112,7 @@ class FrozenReads:
 
     def copied(self, model: nn.Module) -> FrozenReads:
         """The same reads of a copy of the model."""
-        out = FrozenReads(model, self.reads, self.names, self.others, self.initial)
+        out = FrozenReads(model, self.reads, self.names, self.others, self.initial, self.questions)
         self._family.add(out)
         out._family = self._family
         return out

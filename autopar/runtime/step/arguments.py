@@ -4,6 +4,7 @@ taken apart too, which torch's trees take for one leaf."""
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     MappingKey,
     TreeSpec,
     register_pytree_node,
@@ -21,6 +23,8 @@ from torch.utils._pytree import (
 )
 
 from .structures import instance_of, key_texts, parts_of
+
+_LEAVES = (Tensor, str, int, float, type(None))
 
 
 class _Batch:
@@ -50,12 +54,33 @@ def flatten_arguments(arguments: Mapping[str, Any]) -> tuple[list[tuple[Any, Any
     return tree_flatten_with_path(_tree(arguments))
 
 
+def argument_parts(name: str, value: Any) -> tuple[list[tuple[Any, Any]], str]:
+    """Return the leaves of one argument, each with its path, and what a forward sees of it beside them: the classes of its
+    containers, and their keys in order; empty for a leaf."""
+    if isinstance(value, _LEAVES):  # torch's trees are slow
+        return [((MappingKey(name),), value)], ""
+    tree = _tree(value)
+    return tree_flatten_with_path({name: tree})[0], _container_text(tree)
+
+
+def _container_text(value: Any) -> str:
+    batch = isinstance(value, _Batch)
+    kind, parts = (value.cls, value.parts) if batch else (type(value), value)
+    if not batch and kind not in SUPPORTED_NODES and not isinstance(value, tuple):
+        return ""
+    if isinstance(parts, Mapping):
+        inside = [f"{key!r} {_container_text(each)}".rstrip() for key, each in parts.items()]
+    else:
+        inside = [_container_text(each) for each in parts] if isinstance(parts, (list, tuple, deque)) else []
+    return f"{kind.__qualname__}[{', '.join(inside)}]"
+
+
 def map_arguments(function: Callable[[Any, Any], Any], arguments: Mapping[str, Any]) -> Any:
     """Return the arguments with the function of its path and itself for each leaf."""
     return tree_map_with_path(function, _tree(arguments))
 
 
-def _tree(arguments: Mapping[str, Any]) -> Any:
+def _tree(arguments: Any) -> Any:
     _registered()
     return tree_map(_opened, arguments)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
         raise BatchError(f"the batch {problem}; this plan takes {', '.join((*wanted.values(), *program.constants))} ({REPLAN})")
     for path, text in constants.items():
         value = values.get(path)
-        if path in values and text and constant_text(value) != text:
+        if path in values and text and constant_text(value) != text and text not in _twins(values, value):
             shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else constant_text(value)
             raise BatchError(f"argument {path} is {shown}, the plan is for {text}: pass that, or {REPLAN}")
     return _checked(
@@ -53,6 +53,16 @@ def bind_arguments(program: Program, args: tuple[Any, ...], keywords: Mapping[st
         },
         wanted,
     )
+
+
+def same_text(path: str) -> str:
+    """Return the words for an argument that is the tensor at another path: a constant, of a forward that asks (``x is y``)."""
+    return f"the tensor of {path}"
+
+
+def _twins(values: Mapping[str, Any], value: Any) -> Iterator[str]:
+    """Yield the words for the same tensor at other paths."""
+    yield from (same_text(path) for path, each in values.items() if each is value)
 
 
 def _batch_first(program: Program, name: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,6 +172,8 @@ def _tensor(program: Program, path: str, value: Any, flows: bool) -> torch.Tenso
             f"argument {path} requires a gradient, and this program computes none into it: pass {path}.detach(), or make what "
             "computes it part of the model"
         )
+    if isinstance(value, DTensor) and value.requires_grad and torch.is_grad_enabled():  # a parameter, or made of one
+        value = value.full_tensor()
     try:
         return torch.as_tensor(value).to(program.mesh.device, non_blocking=True)
     except (TypeError, ValueError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +35,24 @@ _NOTHING = Lacks()
 _CONTAINERS = ("tuple", "list", "dict", "class", "defaultdict")
 
 
-def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], path: str = "", lacks: Lacks = _NOTHING) -> Any:
+def build_result(
+    form: Form,
+    loss: torch.Tensor,
+    outputs: Mapping[str, Any],
+    path: str = "",
+    lacks: Lacks = _NOTHING,
+    examples: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
     """The result in the given form, with a `LeftOut` for each tensor that the program does not return. A class that this process
-    has not loaded becomes a plain namespace."""
+    has not loaded becomes a plain namespace. `examples`: the size of the batch, by input."""
     if form is None:
         reasons = (reason for lacking, reason in lacks.fields if not lacking or f"{lacking}.".startswith(f"{path}."))
         return LeftOut(path, lacks=next(reasons, ""))
     kind, *rest = form
     if kind == "cache":
         return LeftOut(path, CACHE) if lacks.cache else None
+    if kind == "examples":
+        return examples[rest[0]] * rest[1] + rest[2]
     if kind == "loss":
         return loss.reshape([1] * rest[0]) if rest else loss
     if kind == "output":
@@ -51,11 +60,11 @@ def build_result(form: Form, loss: torch.Tensor, outputs: Mapping[str, Any], pat
     if kind not in _CONTAINERS:
         return _beside_tensors(kind, rest, outputs, path, loss)
     if kind == "defaultdict":
-        factory, inside = (build_result(each, loss, outputs, path, lacks) for each in rest)
+        factory, inside = (build_result(each, loss, outputs, path, lacks, examples) for each in rest)
         return defaultdict(factory if isinstance(factory, type) else None, inside)  # a plan, which is data, names no function
     parts: Any = enumerate(rest[0]) if kind in ("tuple", "list") else rest[-1]
     fields: dict[Any, Any] = {
-        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key), lacks) for key, each in parts
+        key: build_result(each, loss, outputs, f"{path}.{key}" if path else str(key), lacks, examples) for key, each in parts
     }
     if kind in ("tuple", "list"):
         return tuple(fields.values()) if kind == "tuple" else list(fields.values())

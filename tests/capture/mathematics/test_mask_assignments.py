@@ -46,12 +46,38 @@ def put_fixed_rows(h: Tensor, mask: Tensor, token: Tensor) -> None:
     h[mask[:1].expand(4, -1)] = token
 
 
+def double(h: Tensor, mask: Tensor, token: Tensor) -> None:
+    h[mask] *= 2
+
+
+def count_up(h: Tensor, mask: Tensor, token: Tensor) -> None:
+    """The mask written twice, rows of it, and the number first."""
+    h[h > 0] = (3 * h[h > 0]).add_(0.5)
+    h[:, :, 2:][mask] -= 1
+
+
+def logarithm(h: Tensor, mask: Tensor, token: Tensor) -> None:
+    """Of others there is none."""
+    h[h > 0.2] = h[h > 0.2].log()
+    h[h < -0.2] = (-h[h < -0.2]).sqrt_()
+
+
+def put_elsewhere(h: Tensor, mask: Tensor, token: Tensor) -> None:
+    """What is picked of one tensor is put into another."""
+    doubled = h[mask] * 2
+    h.neg_()
+    h[mask] = doubled
+
+
 def put_channel(h: Tensor, mask: Tensor, token: Tensor) -> None:
     """Two indices: no choice."""
     h[mask, torch.tensor([0])] = token[1]
 
 
-@pytest.mark.parametrize("write", [clip, put_token, put_row, put_columns, put_channel, put_fixed_rows])
+CHOICES = [clip, put_token, put_row, put_columns, double, count_up, logarithm, put_elsewhere]
+
+
+@pytest.mark.parametrize("write", [*CHOICES, put_channel, put_fixed_rows])
 def test_equals_torch(write: Write) -> None:
     torch.manual_seed(0)
     model = Model(write).double()

@@ -18,6 +18,7 @@ from autopar.capture import capture
 from autopar.capture.state.draws import DrawRecord
 from autopar.capture.state.reads import recorded_reads
 from autopar.errors import CaptureError
+from autopar.plan_inputs import check_model
 from autopar.runtime.plain.code_reads import code_of
 from autopar.runtime.plain.frozen_reads import FrozenReads
 
@@ -233,6 +234,8 @@ def test_dropout_between_recurrent_layers() -> None:
 def test_lazy_modules_are_called_first() -> None:
     with pytest.raises(CaptureError, match="call the model once"):
         capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(6, 4),))
+    with pytest.raises(CaptureError, match="0.weight has no shape yet"):  # before ranks compare their models, which need shapes
+        check_model(nn.Sequential(nn.LazyLinear(4)))
 
 
 def test_sparse_gradients_are_said_to_be_dense() -> None:

@@ -3,18 +3,20 @@ does not."""
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from support.harness.comparison import training_differences
+from support.harness.comparison import same_gradients, training_differences
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
 from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 
@@ -144,3 +146,30 @@ def test_complex_inputs_and_parameters_are_refused() -> None:
     ):
         capture(Wave(4, 4, dtype=torch.complex64), (torch.randn(8, 4),))
     assert capture(Wave(4, 4), (torch.randn(8, 4),)).blocks  # what is complex in between only: tests/e2e/models/test_zoo.py
+
+
+class Given(nn.Module):
+    """Reads a weight of its own, and one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.linear(self.layer(x).tanh(), weight).square().mean()
+
+
+def own_parameter(force: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Given(), torch.randn(8, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x, torch.randn(6, 6).double()), force=force, cache=False)
+    for weight in (lambda model: model.layer.weight, lambda model: model.layer.weight * 2):
+        for model in (parallel, plain):
+            model(x, weight(model)).backward()
+    same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("force", ["dp=2,zero=3", "tp=2"])
+def test_a_parameter_of_the_model_is_an_input(force: str, ranks: RankPool) -> None:
+    """It ended in an error of DTensor: the parameter is sharded."""
+    ranks.run(own_parameter, force, world=2)

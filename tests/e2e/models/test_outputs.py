@@ -318,3 +318,29 @@ def test_objects_are_those_of_one_process(ranks: RankPool) -> None:
         for expected, each in zip(found[::2], found[1::2], strict=True):
             assert each[0] == expected[0] and each[1] == pytest.approx(expected[1], rel=1e-12) and each[2:4] == expected[2:4]
             assert torch.equal(each[4], expected[4])
+
+
+class Counts(nn.Module):
+    """Numbers of the batch's size beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        sizes = {"rows": x.shape[0], "numbers": x.numel(), "more": 2 * x.size(0) - 3}
+        return {"loss": self.layer(x).square().mean(), **sizes}
+
+
+def counts() -> None:
+    torch.manual_seed(0)
+    plain, x = Counts(), torch.randn(8, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(plain, "local:2", (x,), force="dp=2,micro=2", cache=False)
+    for size in (8, 4, 5, 1):
+        assert {**parallel(x[:size]), "loss": 0} == {**plain(x[:size]), "loss": 0}
+    part = parallel(parallel.local_batch(x[:4]))
+    assert part["rows"] == 8 and type(part["rows"]) is int
+
+
+def test_the_size_of_the_batch_beside_the_loss(ranks: RankPool) -> None:
+    ranks.run(counts, world=2)

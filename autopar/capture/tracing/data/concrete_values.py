@@ -33,6 +33,7 @@ is_contiguous storage_offset element_size _is_view item tolist
 """
 """Names of functions that only compute, or view: of known values, known values."""
 _PURE_NAMES = frozenset(_PURE.split())
+_REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 
 
 class ConcreteValues(TorchFunctionMode):
@@ -52,6 +53,8 @@ class ConcreteValues(TorchFunctionMode):
             return func(*args, **kwargs)
         if func not in _MADE and not self._values:
             return func(*args, **kwargs)
+        if func in _REPEATS and (found := self._repeated(*args, **kwargs)) is not None:
+            return found
         if func in _READ and args[0] in self._values:
             with _disable_current_modes():
                 return func(self._values[args[0]], *args[1:], **kwargs)
@@ -89,6 +92,18 @@ class ConcreteValues(TorchFunctionMode):
                 return None  # the call itself says what is wrong with it
         small = all(tensor.numel() <= MOST_ELEMENTS and not tensor.requires_grad for tensor in _tensors(real))
         return real if small and _tensors(real) else None
+
+    def _repeated(self, x: Tensor, repeats: Any = None, dim: int | None = None, **_: Any) -> Tensor | None:
+        """Return the copies of a tensor's parts, as many as known values say; None where they are not known."""
+        if not isinstance(repeats, Tensor) or repeats not in self._values:
+            return None
+        with _disable_current_modes():
+            counts = self._values[repeats]
+            places = torch.repeat_interleave(counts).tolist()
+        if counts.numel() == 1:
+            return x.repeat_interleave(int(counts), dim)
+        x, dim = (x, dim) if dim is not None else (x.flatten(), 0)
+        return x.index_select(dim, torch.tensor(places, device=x.device))
 
     def _shape_only(self, tensor: Tensor) -> Tensor:
         return self._values[tensor] if tensor in self._values else torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)

@@ -1,7 +1,7 @@
 """Losses of the positions that a mask picks, and statistics whose sizes torch reads from data, as operations of fixed sizes.
 
 ``F.cross_entropy(logits[mask], labels[mask])`` has as many rows as the mask has ones: it is the loss of all rows, of which the
-others are ignored. So is ``losses[mask].mean()``.
+others are ignored. So is ``losses[mask].mean()``. ``h[mask] *= 2`` is a choice between all doubled and all as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 )  # fmt: skip
 _SUMS, _MEANS = (torch.sum, Tensor.sum), (torch.mean, Tensor.mean)
+_ELEMENTWISE = frozenset(
+    (Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.add, Tensor.add_, Tensor.__add__,
+     Tensor.__radd__, Tensor.__iadd__, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, Tensor.div,
+     Tensor.div_, Tensor.__truediv__, Tensor.__rtruediv__, Tensor.__itruediv__, Tensor.__neg__, Tensor.neg, Tensor.neg_,
+     Tensor.__pow__, Tensor.pow, Tensor.abs, Tensor.clamp, Tensor.clamp_, Tensor.exp, Tensor.log, Tensor.sqrt, Tensor.sqrt_,
+     Tensor.tanh, Tensor.sigmoid, Tensor.relu, torch.abs, torch.clamp, torch.exp, torch.log, torch.sqrt, torch.tanh,
+     torch.sigmoid, torch.relu, torch.mul, torch.add, torch.sub, torch.div)
+)  # fmt: skip
 _NOT_PICKED = 0.5  # a value and a target that each of these has a loss for
 
 
@@ -48,8 +56,16 @@ class MaskLosses(TorchFunctionMode):
                 return _sum(*source)
             if source[0].is_floating_point():
                 return _mean(*source)
+        if func is Tensor.__setitem__ and self._put(*args):
+            return None
+        source = self._source(args[0]) if _of_elements(func, args, named) else None
         result = func(*args, **named)
-        if func is Tensor.__getitem__ and _picks(*args):
+        if source is not None:
+            x, mask = source
+            # what is not picked may have no logarithm, whose gradient would not be zero
+            whole = func(torch.where(_over(mask, x), x, 0), *args[1:], **named)
+            self.picked[result] = whole, mask, (whole._version, mask._version, result._version)
+        elif func is Tensor.__getitem__ and _picks(*args):
             x, mask = args
             source = x if torch.is_grad_enabled() else x.detach()
             self.picked[result] = source, mask, (source._version, mask._version, result._version)
@@ -72,6 +88,14 @@ class MaskLosses(TorchFunctionMode):
             return None
         x, mask, versions = self.picked[picked]
         return (x, mask) if versions == (x._version, mask._version, picked._version) else None
+
+    def _put(self, x: Tensor, index: Any, value: Any) -> bool:
+        """Return whether the values of picked positions were put back to their places."""
+        source = self._source(value)
+        if source is None or not _picks(x, index) or source[0].shape != x.shape or self._origin(source[1]) != self._origin(index):
+            return False
+        x.copy_(torch.where(_over(index, x), source[0].to(x.dtype), x))
+        return True
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
         """Return the loss of all positions of which the others do not count; None where it is of another kind."""
@@ -116,6 +140,12 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def _is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.bool and x.dim() > 0
+
+
+def _of_elements(func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Return whether a function computes each element of its first argument alone, with numbers."""
+    numbers = all(isinstance(each, (int, float)) for each in (*args[1:], *named.values()))
+    return numbers and bool(args) and func in _ELEMENTWISE
 
 
 def _picks(x: Any, index: Any) -> bool:

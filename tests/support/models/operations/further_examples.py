@@ -31,7 +31,7 @@ def further_operations() -> Iterator[Example]:
         yield f"aten.{op}", (p(4, 1, 8), p(4, 1)), {}
     for op in ["bitwise_left_shift.Tensor", "bitwise_right_shift.Tensor"]:
         yield f"aten.{op}", (i(5, 4, 8), i(3, 4, 8)), {}
-    for op in ["real", "imag", "angle", "_conj", "conj_physical", "view_as_real"]:
+    for op in ["real", "imag", "angle", "_conj", "resolve_conj", "conj_physical", "view_as_real"]:
         yield f"aten.{op}", (z(4, 8),), {}
     yield "aten._prelu_kernel", (t(4, 8), t(1, 8)), {}
     yield "aten.view_as_complex", (t(4, 8, 2),), {}
