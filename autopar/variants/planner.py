@@ -40,9 +40,6 @@ from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.problem_tables import ProblemTables
 from autopar.variants.cut import cut_like
 
-_ITERATIONS = 100_000
-"""The iterations of the simplex method, for the integer program of a variant."""
-
 _GAP = 1e-3
 
 Planned = tuple[Graph, Candidate]
@@ -167,7 +164,7 @@ def _solved(
     solver = MeshSolver(graph, problem, (), _GAP, solution)
     solver.solve_without_memory(inf)
     if not solution.solved:
-        solver.solve_with_memory(inf, iterations=_ITERATIONS)
+        solver.solve_with_memory(inf)
     if solution.plan is None:
         raise PlanMismatch("no placement of its operations fits those of the parameters")
     candidate = replace(solution.plan.candidate, batch=graph.batch, micro_batches=parts, zero_group=0, pipeline=pipeline)

@@ -25,8 +25,8 @@ class LinearModel:
     entry_row: list[int] = field(default_factory=list)
     entry_column: list[int] = field(default_factory=list)
     entry_value: list[float] = field(default_factory=list)
-    branching_groups: list[tuple[int, ...]] = field(default_factory=list)
-    """one-hot groups of binaries that are worth branching on first: the linear relaxation mixes them"""
+    zero_groups: list[tuple[int, ...]] = field(default_factory=list)
+    """one-hot groups of binaries, the ZeRO stages of a block, which the linear relaxation mixes"""
     boundary_groups: list[tuple[int, ...]] = field(default_factory=list)
     """one-hot groups of binaries; once each has its choice, the model falls apart into small ones"""
     strategy_groups: list[tuple[int, ...]] = field(default_factory=list)

@@ -126,10 +126,10 @@ class MeshSolver:
         else:
             self.result.status = outcome.status
 
-    def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf, iterations: float = inf) -> None:
+    def solve_with_memory(self, time_limit_seconds: float, cutoff_seconds: float = inf) -> None:
         """Solve placements, state sharding, and what is saved, recomputed and offloaded, jointly under the memory constraint;
         with a smaller capacity again where the solution does not fit by the evaluator. PRUNED where every plan takes longer than
-        `cutoff_seconds`. A large problem ends with its best plan after so many simplex `iterations`."""
+        `cutoff_seconds`."""
         began = monotonic()
         if self.program is None and self.relax_with_memory(time_limit_seconds) == inf:
             self.result.status = Status.INFEASIBLE
@@ -141,13 +141,12 @@ class MeshSolver:
         for _ in range(_ATTEMPTS):
             self.result.variables, self.result.constraints = form.model.variables, form.model.constraints
             left = time_limit_seconds - (monotonic() - began)
-            outcome = self._outcome(form, left, iterations)
-            iterations -= outcome.iterations
+            outcome = self._outcome(form, left)
             if not outcome.values:
                 self.result.status = outcome.status
                 break
             self._accept(form, outcome)
-            if self.result.solved or self.result.refusal or left <= 0 or iterations <= 0:
+            if self.result.solved or self.result.refusal or left <= 0:
                 break
             assert self.result.plan is not None
             margin += 1.02 * (self.result.plan.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
@@ -180,7 +179,7 @@ class MeshSolver:
             if left <= 0:
                 break
             form.model.upper[form.excess] = share * budget
-            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap, branches=1)
+            outcome = solve_large(form.model, time_limit_seconds=left, relative_gap=self.relative_gap)
             if not outcome.values or self._seconds(form, outcome, outcome.objective) >= self.result.plan.evaluation.step_seconds:
                 continue
             fast = decode(form, outcome.values)
@@ -193,13 +192,11 @@ class MeshSolver:
                 self.result.plan = PricedPlan(candidate, evaluation, divided.graph)
         form.model.upper[form.excess] = 0.0
 
-    def _outcome(self, form: Formulation, time_limit_seconds: float, iterations: float = inf) -> Outcome:
+    def _outcome(self, form: Formulation, time_limit_seconds: float) -> Outcome:
         """Solve a program; once more with repeated FLOPs of a forced axis forbidden where these are cheaper than to shard in
         spite of their price (small operations on slow links). The first outcome stays where nothing obeys that."""
         began = monotonic()
-        outcome = solve_large(
-            form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap, iterations=iterations
-        )
+        outcome = solve_large(form.model, time_limit_seconds=time_limit_seconds, relative_gap=self.relative_gap)
         if not outcome.values or all(outcome.values[slack] <= _REPEAT_TOLERANCE for slack in form.penalties):
             return outcome
         for slack in form.penalties:

@@ -1,11 +1,12 @@
-"""Solvers of a `LinearModel`: HiGHS, with SCIP (GLOP for relaxations) as fallback and cross-check; large ones by branching on few
-of their binaries."""
+"""Solvers of a `LinearModel`: HiGHS, with SCIP (GLOP for relaxations) as fallback and cross-check; large ones over what their
+linear relaxation uses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
 from queue import Queue
 from threading import Thread, current_thread, main_thread
 from time import monotonic
@@ -22,8 +23,8 @@ _LARGE_MODEL = 1500
 _LARGE_GAP = 1e-3
 """The relative gap at which a large model counts as solved."""
 
-_MAX_NODES = 40
-"""Nodes of the branching at most."""
+_UNUSED_SHARE = 1e-7
+"""The share of a binary in a linear relaxation below which that does without it."""
 
 _NODE_VARIABLES = 300_000
 """Nodes of an integer program times its variables at most: some seconds, whatever its size."""
@@ -76,123 +77,48 @@ def _interruptible(call: Callable[[], T]) -> T:
     return result
 
 
-def solve_large(
-    model: LinearModel, *, time_limit_seconds: float, relative_gap: float, iterations: float = float("inf"),
-    branches: int = _MAX_NODES,
-) -> Outcome:  # fmt: skip
-    """Minimise as `solve` does, with `most_nodes`. A large model is branched on its `branching_groups` alone: at each node the
-    linear relaxation, which is a lower bound, and where it mixes none of these groups, the integer problem without the binaries
-    that are zero in the relaxation, which takes a tenth of the time. The bound remains that of the relaxations. No relaxation has
-    more than is left of `iterations`; no more than `branches` nodes are looked into. The model is unchanged afterwards."""
+def solve_large(model: LinearModel, *, time_limit_seconds: float, relative_gap: float) -> Outcome:
+    """Minimise as `solve` does, with `most_nodes`. Of a large model first the linear relaxation, which is the bound; then the
+    integer program without the binaries that are zero in it, which takes a tenth of the time and comes near the best; where that
+    has no solution, programs with more and more of them. The model is unchanged afterwards."""
     if model.variables < _LARGE_MODEL:
         return solve(model, time_limit_seconds=time_limit_seconds, relative_gap=relative_gap, nodes=most_nodes(model))
+    end, gap = monotonic() + time_limit_seconds, max(relative_gap, _LARGE_GAP)
+    root = solve(model, relaxed=True, time_limit_seconds=time_limit_seconds)
+    if root.status is not Status.OPTIMAL:
+        return replace(root, values=(), objective=float("inf"))
     upper = model.upper
     try:
-        return _Branching(model, monotonic() + time_limit_seconds, iterations, max(relative_gap, _LARGE_GAP)).run(branches)
+        for out in _columns_left_out(model, root.values):
+            model.upper = [0.0 if column in out else most for column, most in enumerate(upper)]
+            left = end - monotonic()
+            best = solve(model, time_limit_seconds=left, relative_gap=gap / 10, nodes=most_nodes(model))
+            if best.values or left <= 0:
+                break
     finally:
         model.upper = upper
+    bound = max(root.objective, best.bound) if not out else root.objective
+    if not best.values:
+        return replace(best, status=best.status if not out else Status.TIMEOUT, bound=bound)
+    near = best.objective - bound <= gap * abs(best.objective)
+    return replace(best, status=Status.OPTIMAL if near else Status.FEASIBLE, bound=min(bound, best.objective))
 
 
-class _Branching:
-    """Branch and bound, best bound first. A node is the set of columns that are fixed at zero (`out`)."""
+def _columns_left_out(model: LinearModel, values: Sequence[float]) -> Iterator[set[int]]:
+    """Yield fewer and fewer columns that are zero in a solution, by the `values` of the linear relaxation.
 
-    def __init__(self, model: LinearModel, end: float, iterations: float, gap: float) -> None:
-        self.model, self.end, self.iterations, self.gap = model, end, iterations, gap
-        self.used = 0  # iterations
-        self.upper = list(model.upper)
-        self.best = Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
-        self.open: list[tuple[float, int, frozenset[int]]] = []
-        self.closed: list[float] = []  # bounds of nodes that need no branching
+    First all binaries that it does without. Then boundaries have the placements of its largest shares, so that what is left falls
+    apart into blocks, over the strategies that it uses or over all; conversions are free, since those of a relaxation that mixes
+    two equal axes are halves of which no whole ones can be made. Then blocks have the ZeRO stage of its largest share, and at the
+    end none is left out."""
+    yield {column for column, whole in enumerate(model.integer) if whole and values[column] < _UNUSED_SHARE}
+    far = _without_largest(model.boundary_groups, values)
+    yield far | {column for group in model.strategy_groups for column in group if values[column] < _UNUSED_SHARE}
+    yield far
+    yield _without_largest(model.zero_groups, values)
+    yield set()
 
-    def run(self, branches: int) -> Outcome:
-        self.open.append((-float("inf"), 0, frozenset()))
-        rounds = 0
-        while self.open and rounds < branches and self.used < self.iterations and monotonic() < self.end:
-            bound, _, out = heappop(self.open)
-            if self._within_gap(bound):
-                self.closed.append(bound)
-                break
-            rounds += 1
-            self._node(out, rounds, bound)
-        bound = min([self.best.objective, *self.closed, *(bound for bound, _, _ in self.open)])
-        if not self.best.values:
-            status = Status.TIMEOUT if self.open or self.closed else Status.INFEASIBLE
-            return Outcome(status, (), float("inf"), bound, self.used)
-        near = self.best.objective - bound <= self.gap * abs(self.best.objective)
-        return Outcome(Status.OPTIMAL if near else Status.FEASIBLE, self.best.values, self.best.objective, bound, self.used)
 
-    def _within_gap(self, bound: float) -> bool:
-        return bool(self.best.values) and self.best.objective - bound <= self.gap * abs(self.best.objective)
-
-    def _solve(self, out: Iterable[int], relaxed: bool) -> Outcome:
-        self.model.upper = list(self.upper)
-        for column in out:
-            self.model.upper[column] = 0.0
-        left = int(max(1.0, self.iterations - self.used)) if self.iterations < float("inf") else None
-        outcome = solve(
-            self.model, relaxed=relaxed, time_limit_seconds=self.end - monotonic(), relative_gap=self.gap / 10,
-            iterations=left, nodes=most_nodes(self.model),
-        )  # fmt: skip
-        self.used += outcome.iterations
-        return outcome
-
-    def _node(self, out: frozenset[int], number: int, bound: float) -> None:
-        """Look into a node, whose parent's relaxation is `bound`."""
-        root = self._solve(out, True)
-        if root.status is Status.INFEASIBLE:
-            return
-        if root.status is not Status.OPTIMAL:
-            self.closed.append(bound)
-            return
-        if self._within_gap(root.objective):
-            self.closed.append(root.objective)
-            return
-        if not self.best.values or not self._mixed(root.values):
-            unused = [i for i, whole in enumerate(self.model.integer) if whole and root.values[i] < 1e-7]
-            outcome = self._solve({*out, *unused}, False)
-            self._offer(outcome)
-            if not self.best.values:
-                self._round(out, root.values)
-            if self._within_gap(root.objective):
-                self.closed.append(root.objective)
-                return
-        mixed = self._mixed(root.values)
-        if mixed is None:
-            if not self.best.values:
-                self._dive(out, root.values)
-            # with all binaries, where those of the relaxation give no solution
-            self.closed.append(root.objective if self.best.values else max(root.objective, self._solve_wholly(out).bound))
-            return
-        for index, chosen in enumerate(mixed):
-            if self.upper[chosen] > 0 and chosen not in out:
-                heappush(self.open, (root.objective, 10 * number + index, out | set(mixed) - {chosen}))
-
-    def _round(self, out: frozenset[int], values: Sequence[float]) -> None:
-        """Look for a solution whose boundaries have the placements of the largest share in the relaxation: what is left falls
-        apart into blocks. Over the strategies that the relaxation uses, else over all; conversions are free, since those of a
-        relaxation that mixes two equal axes are halves of which no whole ones can be made."""
-        far: set[int] = set()
-        for group in self.model.boundary_groups:
-            chosen = max(group, key=lambda column: values[column])
-            far.update(column for column in group if column != chosen)
-        unused = {column for group in self.model.strategy_groups for column in group if values[column] < 1e-7}
-        if not self._solve_wholly({*out, *far, *unused}).values:
-            self._solve_wholly({*out, *far})
-
-    def _dive(self, out: frozenset[int], values: Sequence[float]) -> None:
-        """Look for a solution with the relaxation's choice in every branching group, over all other binaries."""
-        self._solve_wholly({*out, *(column for group in self.model.branching_groups for column in group if values[column] < 0.5)})
-
-    def _solve_wholly(self, out: Iterable[int]) -> Outcome:
-        outcome = self._solve(out, False)
-        self._offer(outcome)
-        return outcome
-
-    def _offer(self, outcome: Outcome) -> None:
-        if outcome.values and outcome.objective < self.best.objective:
-            self.best = outcome
-
-    def _mixed(self, values: Sequence[float]) -> tuple[int, ...] | None:
-        """The branching group that is farthest from one choice, None where none is mixed."""
-        worst = min(self.model.branching_groups, key=lambda group: max(values[column] for column in group), default=())
-        return worst if worst and max(values[column] for column in worst) < 1 - 1e-6 else None
+def _without_largest(groups: Iterable[Sequence[int]], values: Sequence[float]) -> set[int]:
+    """Return the columns of one-hot groups but for the one of each with the largest share."""
+    return {column for group in groups for column in set(group) - {max(group, key=values.__getitem__)}}

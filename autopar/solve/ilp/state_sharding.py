@@ -39,7 +39,7 @@ def add_zero_stages(form: Formulation) -> None:
         form.z[name] = {zero: model.binary() for zero in stages}
         # sum_zero z[block, zero] = 1
         model.row([(z, 1.0) for z in form.z[name].values()], 1.0, 1.0)
-        model.branching_groups.append(tuple(form.z[name].values()))
+        model.zero_groups.append(tuple(form.z[name].values()))
     for level in (1, 2) if users else ():
 
         def at_least(name: str, level: int = level) -> Expression:

@@ -29,9 +29,6 @@ _SLOW_SHARE = 0.8
 _MAX_WARM_START_RATIO = 1.12
 """Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
 
-_MEMORY_ITERATIONS = 12_500
-"""Iterations of one problem under memory, once there is a plan: few take two thirds of that."""
-
 
 @dataclass(frozen=True, slots=True)
 class _PointOutcome:
@@ -169,9 +166,7 @@ class MeshSearch:
         if state.is_pruned(each):
             return False
         bound = each.bound_seconds
-        hurry = state.best is not None and not state.forced
-        iterations = _MEMORY_ITERATIONS if hurry else inf
-        solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds(), iterations)
+        solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds())
         if each.bound_seconds < (each.solution.step_seconds or 0.0) * (1 - state.options.sharp_gap):
             solver.divide_calls(state.seconds_left())
         if each.solution.status is not Status.INFEASIBLE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -36,17 +37,18 @@ def test_a_relaxation_of_halves_is_rounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(solver, "_LARGE_MODEL", 0)
     model = two_equal_axes(blocks=5)
     assert solve(model, relaxed=True).objective == pytest.approx(0.0)
-    asked: list[int] = []
+    lacking: list[int] = []
     with monkeypatch.context() as patched:
-        plain = solver._Branching._solve
+        call = solver.call_solver
 
-        def counted(self: solver._Branching, out: set[int], relaxed: bool) -> solver.Outcome:
-            asked.append(len(list(out)))
-            return plain(self, out, relaxed)
+        def counted(model: LinearModel, *rest: Any) -> solver.Outcome | None:
+            lacking.append(model.upper.count(0.0))
+            return call(model, *rest)
 
-        patched.setattr(solver._Branching, "_solve", counted)
+        patched.setattr(solver, "call_solver", counted)
         found = solve_large(model, time_limit_seconds=10, relative_gap=1e-3)
     assert found.status in (Status.OPTIMAL, Status.FEASIBLE)
     assert found.objective == pytest.approx(5 * _EDGE_COST)
-    assert asked[2] >= 5, "the boundaries are fixed before all binaries are tried"
+    assert found.bound == pytest.approx(0.0)
+    assert lacking[2] >= 5, "the boundaries are fixed before all binaries are tried"
     assert model.upper == [1.0] * model.variables

@@ -81,25 +81,13 @@ def _memory_model():
     return form.model
 
 
-def test_iterations_end_a_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's program gets those that are left, not more, and where they end its bound is that of its parent."""
-    monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
-    model, left = _memory_model(), list[int | None]()
-    root = ilp.solve(model, relaxed=True)
-    call = ilp.call_solver
-
-    def limited(model: LinearModel, name: SolverName, relaxed: bool, gap: float, *rest: Any) -> Outcome | None:
-        left.extend(rest[:1] if relaxed else [])  # the limit of iterations
-        return call(model, name, relaxed, gap, *rest)
-
-    monkeypatch.setattr(ilp, "call_solver", limited)
-    monkeypatch.setattr(ilp._Branching, "_within_gap", lambda self, bound: False)
-    monkeypatch.setattr(ilp._Branching, "_mixed", lambda self, values: self.model.branching_groups[0])
-    most = root.iterations + 3
-    found = ilp.solve_large(model, time_limit_seconds=60.0, relative_gap=1e-4, iterations=most)
-    assert left[1:], "it branches"
-    assert all(each is not None and each <= 3 for each in left[1:])
-    assert found.bound == pytest.approx(root.objective)
+def test_iterations_end_a_relaxation() -> None:
+    """The point keeps the bound that it has."""
+    problem = _problem()
+    solver = MeshSolver(problem.graph, problem, (), 1e-4, MeshSolution(GridPoint(problem.mesh), bound_seconds=1e-3))
+    assert solver.relax_with_memory(60.0, iterations=3) is None
+    assert solver.result.bound_seconds == 1e-3
+    assert solver.relax_with_memory(60.0) == solver.result.bound_seconds > 1e-3
 
 
 def test_a_program_under_memory_is_relaxed_once(monkeypatch: pytest.MonkeyPatch) -> None:

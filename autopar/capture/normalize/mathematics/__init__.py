@@ -1,7 +1,7 @@
 """Recovers functions that a model writes out in pointwise operations: norms and activations become one operation of torch.
 
 Nothing is matched but complex products, which `complex_pairs` takes apart, and writes (`complex_writes`): `regions` cuts out what
-depends on one tensor, `recover` lists what it may be, and `proof` executes both. `linearity` is for backwards of custom functions.
+depends on one tensor, `recover` lists what it may be, and `proof` executes both. `linearity` is for custom backwards.
 Imports `ir` and the helpers of `capture`.
 """
 
