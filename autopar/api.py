@@ -57,7 +57,7 @@ from autopar.precision import PrecisionLike, compute_dtype_of
 from autopar.program.build import build_program
 from autopar.program.proof import require_proof
 from autopar.report.predicted_step import predicted_step
-from autopar.runtime.comm.agreement import require_agreement, require_equal_models, stated_versions
+from autopar.runtime.comm.agreement import on_first_rank, require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.async_tp import async_tp_groups
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.compat.modules import forward_of, is_compiled
@@ -74,7 +74,7 @@ from autopar.runtime.plain.plain_model import PlainModel, hooked_modules, shared
 from autopar.runtime.pretrained.load import pretrained_source
 from autopar.runtime.state.weight_source import BroadcastSource, fill_missing, named_state
 from autopar.several_models import one_or_several
-from autopar.variants.maker import VariantMaker, on_first_rank
+from autopar.variants.maker import VariantMaker
 
 __all__ = ["Deferred", "check_plan", "make_plan", "parallelize", "plan", "plan_folder", "register_rule"]
 

@@ -18,12 +18,12 @@ from autopar.joint_plan import joint_plans
 from autopar.options import PlanOptions
 from autopar.plan_inputs import cache_folder, check_model, cluster_named, plan_folder
 from autopar.planning import plan_with
+from autopar.runtime.comm.agreement import on_first_rank
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
 from autopar.runtime.device.mesh import launched_processes
 from autopar.runtime.device.rendezvous import JOIN_SECONDS
 from autopar.runtime.parallel import Parallel
 from autopar.runtime.patches import apply_patches
-from autopar.variants.maker import on_first_rank
 
 Arguments = ParamSpec("Arguments")
 Models = list[nn.Module] | tuple[nn.Module, ...]

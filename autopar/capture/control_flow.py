@@ -1,5 +1,5 @@
 """Control flow: ``torch.cond`` and ``while_loop`` of an exported program, whose branches become regions (`ir.regions`) of one
-node; and the message for the control flow of Python, where it depends on data."""
+node."""
 
 from __future__ import annotations
 
@@ -149,22 +149,3 @@ def results_read(node: fx.Node) -> tuple[int, ...]:
 def is_control_flow(target: object) -> bool:
     """Return whether an operation of an exported program is one of `CONTROL_FLOW`."""
     return not isinstance(target, torch._ops.OpOverload) and str(target) in CONTROL_FLOW
-
-
-def is_data_dependent(error: Exception) -> bool:
-    """Return whether a branch or a size depends on data."""
-    text = f"{type(error).__name__} {error}"
-    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
-    return any(word in text for word in words)
-
-
-def data_dependent(where: str) -> str:
-    """The message for control flow or sizes that depend on data."""
-    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
-    return (
-        f"{where}: control flow or a size depends on the data of a tensor; "
-        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing, torch.index_select where a tensor of "
-        "one number is an index, x[i] (losses of some positions: ignore_index, or those of all times the mask; routed experts: "
-        "autopar.ops.moe_experts), or leave the smallest submodule "
-        f"around it whole: autopar.opaque(module){inside}"
-    )

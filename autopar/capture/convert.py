@@ -14,16 +14,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.capture.constants import constant_node
-from autopar.capture.control_flow import CONTROL_FLOW, data_dependent, is_control_flow, region_call, results_read
+from autopar.capture.control_flow import CONTROL_FLOW, is_control_flow, region_call, results_read
 from autopar.capture.flat import FlatGraph, StateTensor
 from autopar.capture.tracing.custom.functions import MARK, SEED
 from autopar.capture.tracing.custom.linear import refuse_hidden, refuse_nonlinear
 from autopar.capture.tracing.data.batch_questions import without_casts
-from autopar.capture.tracing.explain_error import derivative_refused
+from autopar.capture.tracing.equal_layers import NAMESPACE
+from autopar.capture.tracing.explain_error import data_dependent, derivative_refused
 from autopar.capture.tracing.fake_copy import has_no_data
 from autopar.capture.tracing.guards import NO_GRAD_MARK, refuse_random
 from autopar.capture.tracing.layer_span import LayerSpan
-from autopar.capture.tracing.outline import NAMESPACE
 from autopar.capture.tracing.places import (
     HOST_ARGUMENTS,
     called_module_of,

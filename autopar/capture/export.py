@@ -23,7 +23,7 @@ from autopar.capture.normalize.batch_norm import LOCAL, LOCAL_MEAN
 from autopar.capture.normalize.simplify import without_dropout
 from autopar.capture.options import CaptureOptions
 from autopar.capture.tracing.data.batch_questions import Question, batch_conditions
-from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.equal_layers import CannotOutline
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.errors import CaptureError
 from autopar.ir.batch_totals import FIXED_AT

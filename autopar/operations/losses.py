@@ -12,7 +12,7 @@ from autopar.operations.notation.rule import Derive, DerivedLine, NamedFunction,
 from autopar.operations.notation.spelling import function
 from autopar.operations.operation import Operation, several
 from autopar.operations.pointwise import broadcast_terms, elementwise_rule
-from autopar.operations.reductions import sum_dtype
+from autopar.operations.reductions_and_scans import sum_dtype
 
 
 def pointwise_loss_rule(position: int) -> Derive:

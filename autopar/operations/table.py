@@ -17,7 +17,7 @@ from autopar.operations import (
     norms,
     pointwise,
     products,
-    reductions,
+    reductions_and_scans,
     transforms,
     views,
 )
@@ -30,7 +30,7 @@ from autopar.operations.operation import Operation, packet
 def operations() -> Mapping[str, Operation]:
     """All records, by name. A named function that has none is the function of that name in the runtime."""
     families = (
-        *(products, attention, norms, pointwise, reductions, views, convolutions, pooling, indexing, losses, experts),
+        *(products, attention, norms, pointwise, reductions_and_scans, views, convolutions, pooling, indexing, losses, experts),
         *(factories, transforms, communication),
     )
     listed = [

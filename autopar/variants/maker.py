@@ -5,13 +5,12 @@ Inputs that a call gives as DTensors keep their placements on model axes, and so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,6 @@ from autopar.capture.options import CaptureOptions
 from autopar.capture.state.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes
-from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.placement import Placement, parse_placement
@@ -31,6 +29,7 @@ from autopar.program.build import build_program
 from autopar.program.proof import require_proof
 from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
+from autopar.runtime.comm.agreement import on_first_rank
 from autopar.runtime.device.axis import shares_of
 from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
 from autopar.runtime.plain.plain_model import preserved_modes
@@ -44,25 +43,8 @@ from autopar.runtime.variants import LOGGER, VariantParts
 from autopar.variants.exports import Exports
 from autopar.variants.planner import plan_variant
 
-T = TypeVar("T")
-
 MOST_BYTES = 2**30
 """The largest field that a call without gradients returns unasked; a larger one (logits of a large vocabulary) is left out."""
-
-
-def on_first_rank(make: Callable[[], T]) -> T:
-    """Return rank 0's result of `make` on every rank; an error there is raised on all of them, so that none waits for ever."""
-    made: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            made = [make()]
-        except AutoparError as error:
-            made = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(made, src=0)
-    if isinstance(made[0], AutoparError):
-        raise made[0]
-    return made[0]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)

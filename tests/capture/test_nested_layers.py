@@ -13,7 +13,7 @@ from autopar.capture import capture
 from autopar.capture.convert import flatten_program
 from autopar.capture.fold_layers import fold
 from autopar.capture.normalize import normalize
-from autopar.capture.tracing.outline import find_groups
+from autopar.capture.tracing.equal_layers import find_groups
 from autopar.capture.tracing.trace import Traced, trace
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.graph import Graph

@@ -9,7 +9,6 @@ from traceback import walk_tb
 
 from torch import nn
 
-from autopar.capture.control_flow import data_dependent, is_data_dependent
 from autopar.capture.tracing.places import is_users
 from autopar.errors import CaptureError, OperatorError
 
@@ -95,3 +94,22 @@ def place(error: Exception, model: nn.Module) -> tuple[str, str, bool]:
         where, code = f"{match[1]}:{match[2]}", linecache.getline(match[1], int(match[2])).strip()
     where = where or type(getattr(model, "module", model)).__name__
     return f"{where} (module {inside})" if inside else where, code, last
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Return whether a branch or a size depends on data."""
+    text = f"{type(error).__name__} {error}"
+    words = ("DataDependent", "data-dependent", "meta tensors", "on a meta tensor", "DynamicOutputShape")
+    return any(word in text for word in words)
+
+
+def data_dependent(where: str) -> str:
+    """The message for control flow or sizes that depend on data."""
+    inside = "" if "(module " in where else " (it is the model's own forward: move it into a submodule)"
+    return (
+        f"{where}: control flow or a size depends on the data of a tensor; "
+        "use torch.where, torch.cond or masks instead of if, .item() or boolean indexing, torch.index_select where a tensor of "
+        "one number is an index, x[i] (losses of some positions: ignore_index, or those of all times the mask; routed experts: "
+        "autopar.ops.moe_experts), or leave the smallest submodule "
+        f"around it whole: autopar.opaque(module){inside}"
+    )

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture.normalize.random import KNOWN
 from autopar.capture.normalize.recurrent import is_fixed_recurrent
 from autopar.capture.tracing.custom.functions import apply_traced
-from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.equal_layers import CannotOutline
 from autopar.capture.tracing.places import user_asks, user_line
 from autopar.errors import CaptureError
 from autopar.runtime.compat.hooks import replaced

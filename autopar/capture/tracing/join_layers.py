@@ -11,7 +11,7 @@ import operator
 from torch import fx
 from torch.export import ExportedProgram
 
-from autopar.capture.tracing.outline import NAMESPACE
+from autopar.capture.tracing.equal_layers import NAMESPACE
 
 Fed = dict[int, int]
 """The arguments of a layer that are results of the layer before, each with its index there."""

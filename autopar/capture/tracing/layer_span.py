@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.capture.flat import FlatGraph, StateTensor, rename_operands
-from autopar.capture.tracing.outline import CannotOutline
+from autopar.capture.tracing.equal_layers import CannotOutline
 from autopar.ir.graph import Node, Value
 
 

@@ -16,7 +16,7 @@ from autopar.capture.state.python_state import PlainState
 from autopar.capture.state.reads import ReadRecord, call_recorded
 from autopar.capture.state.second_call import refuse_states
 from autopar.capture.tracing.data.varlen import VarlenAttention, under_mask
-from autopar.capture.tracing.outline import EqualLayers, as_if_first
+from autopar.capture.tracing.equal_layers import EqualLayers, as_if_first
 from autopar.errors import CaptureError
 from autopar.ir.interface import Form
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
-from autopar.capture.control_flow import is_data_dependent
 from autopar.capture.loops import unroll_loops
 from autopar.capture.options import CaptureOptions
 from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
@@ -34,14 +33,14 @@ from autopar.capture.tracing.data.mask_losses import MaskLosses
 from autopar.capture.tracing.data.plain_types import plain_types
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
+from autopar.capture.tracing.equal_layers import of_equal_code, outline
 from autopar.capture.tracing.experts import experts_as_operator
-from autopar.capture.tracing.explain_error import explain
+from autopar.capture.tracing.explain_error import explain, is_data_dependent
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.join_layers import join_layers
 from autopar.capture.tracing.loss_only import LossOnly, ResultForm, refuse_parameters
-from autopar.capture.tracing.outline import of_equal_code, outline
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
@@ -91,7 +90,7 @@ def trace(
     """Exports the model with a symbolic batch; where the model specialises it, or with `fixed_batch`, with the batch size of the
     example. `open_dims` are further dimensions of inputs, by name, that stay symbolic where the model allows it.
 
-    With `outlined` only one of equal layers is traced (see `outline`); where that fails, all are.
+    With `outlined` only one of equal layers is traced (see `equal_layers`); where that fails, all are.
     """
     options = options or CaptureOptions()
     refuse_hooks(model)

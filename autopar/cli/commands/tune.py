@@ -106,7 +106,7 @@ def _agreed_plans(arguments: argparse.Namespace, loaded: LoadedModel, cluster: C
     """The plans of rank 0's search, on all ranks."""
     from autopar.ir.plan_file.plan_file import decode_plan
     from autopar.planning import nearest_plans
-    from autopar.variants.maker import on_first_rank
+    from autopar.runtime.comm.agreement import on_first_rank
 
     def texts() -> list[str]:
         console.progress(f"planning {loaded.name}")

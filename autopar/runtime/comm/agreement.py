@@ -9,7 +9,7 @@ import linecache
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch import nn
 
 from ..device.groups import several_ranks
 from ..device.mesh import MeshHandle
-from ..errors import MismatchProblem, PeerProblem, RuntimeProblem, StateError
+from ..errors import AutoparError, MismatchProblem, PeerProblem, RuntimeProblem, StateError
 from .heartbeat import present_place
 from .peer_watch import why_crossed
+
+T = TypeVar("T")
 
 
 class Stated(NamedTuple):
@@ -152,3 +154,18 @@ def tensor_words(tensor: torch.Tensor) -> str:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def on_first_rank(make: Callable[[], T]) -> T:
+    """Return rank 0's result of `make` on every rank; an error there is raised on all of them, so that none waits for ever."""
+    made: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except AutoparError as error:
+            made = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], AutoparError):
+        raise made[0]
+    return made[0]  # type: ignore[no-any-return]

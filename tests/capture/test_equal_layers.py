@@ -11,7 +11,7 @@ from autopar.capture.convert import flatten_program
 from autopar.capture.fold_layers import fold
 from autopar.capture.models import load_model
 from autopar.capture.normalize import normalize
-from autopar.capture.tracing.outline import find_groups
+from autopar.capture.tracing.equal_layers import find_groups
 from autopar.capture.tracing.trace import trace
 from autopar.ir.graph import Graph
 
