@@ -56,6 +56,17 @@ def test_factory(tmp_path: Path) -> None:
             load_model(f"{path}:{name}")
 
 
+def test_a_factory_that_reads_numbers_of_tensors(tmp_path: Path) -> None:
+    """As rates of stochastic depth are made; the meta device has none."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n"
+        "    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]\n"
+        "    return nn.Sequential(*(nn.Dropout(rate) for rate in rates)), (torch.ones(4),)\n"
+    )
+    loaded = load_model(f"{tmp_path}/mine.py:make", None, None, device="meta")
+    assert [round(layer.p, 2) for layer in loaded.model] == [0.0, 0.05, 0.1]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("source", "words"), [("lama3", "llama3-8b"), ("none.json", "cannot read"), ("none.py:f", "no file"), ("none.py", "factory")]
 )
