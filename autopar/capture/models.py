@@ -246,8 +246,8 @@ def factory_of(source: str) -> Callable[..., Any]:
 
 
 def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.dtype | None, device: str) -> LoadedModel:
-    """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes. Where it reads numbers of tensors (rates of
-    ``torch.linspace``), which the meta device has not, it runs on the CPU."""
+    """Calls ``factory`` of the file with those of ``batch`` and ``seq`` that it takes. Where it reads numbers of tensors (rates
+    of ``torch.linspace``), which the meta device has not, it runs on the CPU."""
     factory = factory_of(source)
     try:
         takes = inspect.signature(factory).parameters
