@@ -1,7 +1,7 @@
 """Folds repeated layers: the nodes of equal layers become one block under canonical names, with one call per layer.
 
 Start with `fold`. Equal blocks have equal texts, which their hash compares: layers are runs of nodes of one module, so no search
-for isomorphic subgraphs is needed.
+for isomorphic subgraphs is needed. That only one of equal layers is traced: `tracing.equal_layers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The costliest operations and collectives of a plan as rows of a report, with their places in the user's model."""
+"""The costliest operations and collectives of a plan as rows of a report, with their places in the user's model. `cli.commands.explain`
+prints them.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from autopar.errors import PlanError
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.schedule import Schedule
-from autopar.schedules.builder_by_name import builder_named
 from autopar.schedules.check import check
+from autopar.schedules.list_builders import builder_named
 
 
 def schedule_of(pipeline: Pipeline, micro_batches: int) -> Schedule:

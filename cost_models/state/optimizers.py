@@ -14,7 +14,8 @@ from autopar.ir.plan import Precision
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer. (The checker of programs counts its state by a table of its own: `checker.state_bytes`.)
+    """An optimizer. (The checker of programs counts its state by a table of its own,
+    `checker.state_bytes`; `dryrun.run.make_optimizer` makes it.)
 
     state_tensors: tensors of the master weight's size that it keeps per parameter (AdamW: both moments).
     memory_accesses: reads and writes of master-sized tensors in one update.

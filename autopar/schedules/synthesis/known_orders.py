@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import BACKWARD, FORWARD, WEIGHT, Schedule
-from autopar.schedules.builder_by_name import schedule_names
+from autopar.schedules.list_builders import schedule_names
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.placement import stage_of_chunks
 from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Order, Task

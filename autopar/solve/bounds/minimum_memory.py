@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.rules.registry import Registry
-from autopar.schedules.builder_by_name import INTERLEAVED
+from autopar.schedules.list_builders import INTERLEAVED
 from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration

@@ -21,7 +21,7 @@ from autopar.ir.pipeline.chunk_calls import layer_calls
 from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
-from autopar.schedules.builder_by_name import INTERLEAVED, builder_named, schedule_builders
+from autopar.schedules.list_builders import INTERLEAVED, builder_named, schedule_builders
 from autopar.solve.space.grid import GridPoint, devices_per_node, dispatches_tokens, zero_groups
 from autopar.solve.space.meshes import divisors, meshes
 from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
