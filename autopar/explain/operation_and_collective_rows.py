@@ -1,5 +1,5 @@
-"""The costliest operations and collectives of a plan as rows of a report, with their places in the user's model. `cli.commands.explain`
-prints them.
+"""The costliest operations and collectives of a plan as rows of a report, with their places in the user's model, which
+`cli.commands.explain` prints.
 """
 
 from __future__ import annotations
