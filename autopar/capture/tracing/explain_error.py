@@ -37,12 +37,6 @@ def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ())
     first = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, OperatorError):
         return CaptureError(f"{where}: {error}")
-    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    if derivatives and any(code.co_name == "backward" and is_users(code.co_filename) for code in codes):
-        return CaptureError(
-            f"{derivatives[0]}: a custom autograd.Function whose backward takes a derivative (a checkpoint of its own) cannot be "
-            "captured: call the function itself, since the plan says what is recomputed, or torch.utils.checkpoint"
-        )
     if derivatives:
         return derivative_refused(derivatives)
     if is_data_dependent(error):

@@ -145,7 +145,7 @@ def generator(deep: Deep, f: nn.Module, x: Tensor) -> Tensor:
 
 REFUSED: dict[Callable[..., Tensor], str] = {
     penalty: r"autograd.grad inside of the forward .*autopar.opaque",
-    checkpoint: r"whose backward takes a derivative .*or torch.utils.checkpoint",
+    checkpoint: r"has a backward that takes derivatives itself.*or torch.utils.checkpoint",
     jacobian: r"\(module deep\): derivatives inside of the forward .*autopar.opaque",
     backward: r"backward\(\) inside of the forward",
     packed: r"pack_padded_sequence .* mask",

@@ -30,7 +30,7 @@ ADDS = "has a backward that gives what does not come from the gradient of its re
 HIDDEN = "has a backward whose derivative export loses (norm, linear or einsum of the gradient)"
 _REMEDIES = {
     ADDS: "write the term that has this gradient into the loss",
-    DERIVES: "use torch.utils.checkpoint to compute a forward again",
+    DERIVES: "call the function itself, since the plan says what is recomputed, or torch.utils.checkpoint",
 }
 
 
