@@ -137,7 +137,16 @@ def fills_what_is_empty(ctx: Any, g: Tensor) -> Tensor:
     return out
 
 
+def adds_what_is_zero(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    rows = torch.zeros(1, x.shape[1], dtype=g.dtype)
+    zeros = rows.repeat(x.shape[0], 1) + torch.zeros_like(x).sum(0) / 2 + rows[torch.zeros(x.shape[0], dtype=torch.long)]
+    halves = torch.cat([zeros[:, :2], torch.nn.functional.pad(zeros[:, 2:3], (0, x.shape[1] - 3))], 1)
+    return torch.where(x > 0, g, x * 0) + 0.0 * (1 - x) + zeros + halves + zeros @ x.t() @ x
+
+
 LINEAR = [
+    adds_what_is_zero,
     detaches_part, without_gradients, in_inference_mode, all_without_gradients, calls_another, reads_a_module, asks, picks,
     writes_the_gradient, writes_what_is_saved, puts_together, multiplies, fills_what_is_empty,
 ]  # fmt: skip
@@ -196,6 +205,14 @@ def compares(ctx: Any, g: Tensor) -> Tensor:
     return g + (g > 0)
 
 
+def has_its_sign(ctx: Any, g: Tensor) -> Tensor:
+    return torch.copysign(ctx.saved_tensors[0].abs(), g) + g
+
+
+def draws_in_its_place(ctx: Any, g: Tensor) -> Tensor:
+    return g.clone().normal_() * 1e-3
+
+
 def clips(ctx: Any, g: Tensor) -> Tensor:
     return g.clamp(-0.1, 0.1)
 
@@ -214,7 +231,7 @@ def takes_derivatives(ctx: Any, g: Tensor) -> Tensor:
 NONLINEAR = {
     adds_a_penalty: "into the loss", adds_a_number: "into the loss", fills_with_ones: "into the loss",
     writes_ones: "into the loss", joins: "into the loss", has_a_bias: "into the loss", ignores_it: "into the loss",
-    is_its_sign: r"not linear.*sign",
+    is_its_sign: r"not linear.*sign", has_its_sign: r"not linear.*copysign", draws_in_its_place: "not linear",
     rounds: r"not linear.*round", leaves_the_rest: "not linear", compares: "not linear", clips: "not linear",
     normalizes: "norm", takes_derivatives: "torch.utils.checkpoint",
 }  # fmt: skip

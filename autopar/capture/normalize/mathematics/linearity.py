@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.ir.graph import Arg, Node
+from autopar.ir.graph import Arg, Node, Ref
 from autopar.operations.factories import FULL, SCALAR
 
 _ROUND = ("round", "floor", "ceil", "trunc", "fix", "frac", "fmod", "remainder", "floor_divide")
-_STEPS = frozenset((*_ROUND, "sign", "sgn", "heaviside", "bernoulli"))
+_DRAWS = ("bernoulli", "normal", "normal_functional", "uniform", "exponential", "random")
+_STEPS = frozenset((*_ROUND, *_DRAWS, "sign", "sgn", "heaviside", "copysign"))
 _PRODUCTS = ("addmm", "addmv", "addbmm", "baddbmm", "addr", "addcmul", "addcdiv")
 _LINEAR = ("linear", "convolution", "conv1d", "conv2d", "conv3d")
 _PAIRS = ("add", "sub", "rsub", "lerp", "complex", "polar")
@@ -30,7 +31,10 @@ _UNSET = ("empty", "empty_like", "new_empty", "empty_strided")  # what is left o
 _ZEROS = frozenset(("zeros", "zeros_like", "new_zeros", "zero", *_UNSET))
 _FILLS = frozenset(("full", "full_like", "new_full", "fill"))
 _VIEWS = ("view", "_unsafe_view", "reshape", "expand", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze")
-_KEEPS_ZERO = frozenset((*_VIEWS, "detach", "clone", "alias", "_to_copy", "lift_fresh_copy", "contiguous", "neg", "mul"))
+_PICKS = ("repeat", "index", "index_select", "gather", "flip", "triu", "tril")
+_COPIES = ("detach", "clone", "alias", "_to_copy", "lift_fresh_copy", "contiguous")
+_KEEPS_ZERO = frozenset((*_VIEWS, *_COPIES, *_PICKS, "neg", "abs", "div", "sum", "mean"))
+_MULTIPLIES = frozenset(("mul", "mm", "bmm", "mv", "dot", "matmul"))
 
 
 def short_name(node: Node) -> str:
@@ -57,7 +61,18 @@ def factors(node: Node) -> Sequence[Arg]:
 
 def gives_zero(node: Node, zeros: set[str]) -> bool:
     """Return whether an operation gives zeros, where these values are."""
-    if node.op in (FULL, SCALAR) or short_name(node) in _FILLS:
+
+    def is_zero(arg: Arg) -> bool:
+        if isinstance(arg, (tuple, list)):
+            return all(map(is_zero, arg))
+        return arg.name in zeros if isinstance(arg, Ref) else arg is None or arg == 0
+
+    name = short_name(node)
+    if node.op in (FULL, SCALAR) or name in _FILLS:
         return node.args[-1] == 0
-    keeps = short_name(node) in _KEEPS_ZERO and not zeros.isdisjoint(node.operands())
-    return keeps or short_name(node) in _ZEROS
+    if name in _MULTIPLIES:
+        return any(map(is_zero, node.args[:2]))
+    if name in _TERMS:
+        product = factors(node)
+        return all(map(is_zero, terms(node))) and (not product or any(map(is_zero, product)))
+    return name in _ZEROS or (name in _KEEPS_ZERO and is_zero(node.args[0]))
