@@ -247,8 +247,8 @@ class _Taking:
             return ("object", "number of the batch")
         raise CaptureError(
             f"the model returns {path or 'a number'} as a number that is taken of a tensor (.item(), int()) or computed of the "
-            "batch's size, which the capture does not know: return the tensor, and call .item() on what the parallel model returns "
-            "(or return the size itself)"
+            "batch's size, which the capture does not know: return the tensor, and call .item() on what the parallel model "
+            "returns (or return the size itself)"
         )
 
     @staticmethod
