@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,6 +259,7 @@ def _from_factory(source: str, batch: int | None, seq: int | None, dtype: torch.
         except (RuntimeError, NotImplementedError) as error:
             if device != "meta" or "meta" not in str(error):
                 raise
+            warnings.warn(f"{source} reads numbers of tensors: its weights are made on the CPU", stacklevel=2)
             made = factory(**given)
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{source} failed: {type(error).__name__}: {_line(error)}") from error

@@ -183,7 +183,7 @@ def in_structure_of(graph: Graph, planned: Graph) -> Graph | None:
     """Return `graph` with the blocks and calls of `planned`, whose operations it must have, one for one; None where it has
     others.
 
-    A plan's graph may have several blocks for one captured block, where pipeline stages have plans of their own.
+    A plan's graph may have several blocks for one captured block, where its calls have several plans.
     """
     if len(graph.calls) != len(planned.calls) or len(graph.inputs) != len(planned.inputs):
         return None

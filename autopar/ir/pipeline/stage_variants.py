@@ -1,4 +1,4 @@
-"""Blocks whose plan differs by pipeline stage: each plan gets a block of its own, ``Layer`` and ``Layer_2``."""
+"""Blocks whose calls have several plans, by pipeline stage or among equal layers: a block for each, ``Layer`` and ``Layer_2``."""
 
 from __future__ import annotations
 

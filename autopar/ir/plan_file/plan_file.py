@@ -66,7 +66,7 @@ class Plan:
         write_whole(path, self.to_json())
 
     def with_graph(self, graph: Graph) -> Plan:
-        """The decisions of this plan, among them where blocks are split or have a plan for each stage, on a graph of the same
+        """The decisions of this plan, among them where blocks are split or have several plans, on a graph of the same
         fingerprint that was captured here: what the file says of the graph is not used. PlanError where they do not fit."""
         split = split_like(replace(graph, batch=self.graph.batch), self.graph)
         graph = with_variants_like(split, self.graph)

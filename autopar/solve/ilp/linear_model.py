@@ -128,13 +128,12 @@ class Status(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a solver: `values` per variable (empty without a solution); `objective` of them; `bound` below every
-    solution; `iterations` of the simplex method that it took."""
+    solution."""
 
     status: Status
     values: tuple[float, ...]
     objective: float
     bound: float
-    iterations: int = 0
 
 
 def add(into: dict[int, float], terms: Terms, factor: float = 1.0) -> None:

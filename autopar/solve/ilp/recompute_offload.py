@@ -52,7 +52,8 @@ def small_size(sizes: Mapping[PlacedValue, float]) -> float:
     """Storages that are not larger are saved without a decision; `sizes` of what operations save for their backward."""
     least: dict[str, float] = {}
     for storage, size in sizes.items():
-        value = storage[0].partition(" ")[0]  # without the bytes of an extra
+        name, _, extra = storage[0].partition(" ")  # of what is saved beside operands in any amount
+        value = f"{name}+" if extra else name
         least[value] = min(least.get(value, INFINITY), size)
     return _MIN_SHARE * sum(least.values())
 

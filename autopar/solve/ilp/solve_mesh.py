@@ -78,7 +78,7 @@ class MeshSolution:
 
 @dataclass(frozen=True, slots=True)
 class PricedPlan:
-    """A plan and its price; `graph` is that of the candidate, where its blocks differ by pipeline stage."""
+    """A plan and its price; `graph` is that of the candidate, where calls of a block have several plans."""
 
     candidate: Candidate
     evaluation: Evaluation

@@ -75,16 +75,16 @@ def _without_duals() -> Any:
 
 
 def _result(response: Any) -> Outcome:
-    ending, iterations = response.termination, response.solve_stats.simplex_iterations
+    ending = response.termination
     if ending.reason in _INFEASIBLE:
-        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"), iterations)
+        return Outcome(Status.INFEASIBLE, (), float("inf"), float("inf"))
     bound = ending.objective_bounds.dual_bound if ending.HasField("objective_bounds") else -float("inf")
     primal = response.solutions[0].primal_solution if response.solutions else None
     if primal is None or primal.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
-        return Outcome(Status.TIMEOUT, (), float("inf"), bound, iterations)
+        return Outcome(Status.TIMEOUT, (), float("inf"), bound)
     values, objective = tuple(primal.variable_values.values), primal.objective_value  # ids ascend, as variables do
     status = Status.OPTIMAL if ending.reason == result_pb2.TERMINATION_REASON_OPTIMAL else Status.FEASIBLE
-    return Outcome(status, values, objective, min(bound, objective), iterations)
+    return Outcome(status, values, objective, min(bound, objective))
 
 
 def _proto(model: LinearModel, relaxed: bool) -> model_pb2.ModelProto:

@@ -165,11 +165,8 @@ class MeshSearch:
             each.raise_bound(relaxed_seconds or 0.0)
         if state.is_pruned(each):
             return False
-        bound = each.bound_seconds
         solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds())
         if each.bound_seconds < (each.solution.step_seconds or 0.0) * (1 - state.options.sharp_gap):
             solver.divide_calls(state.seconds_left())
-        if each.solution.status is not Status.INFEASIBLE:
-            each.raise_bound(bound)
         each.done = True
         return True
