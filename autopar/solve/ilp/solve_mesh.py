@@ -18,6 +18,7 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
+from autopar.solve.ilp.memory_relaxation import relax_under_memory
 from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.divide_calls import divide_calls
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
@@ -157,9 +158,7 @@ class MeshSolver:
         `solve_with_memory` without the events inside of these. Infinite where nothing fits, None where the time or so many
         `iterations` of the simplex method end."""
         form = self._formulate_with_memory(0.0)
-        form.model.upper[form.uneven_excess] = inf
-        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds, iterations=iterations)
-        form.model.upper[form.uneven_excess] = 0.0
+        outcome = relax_under_memory(form, time_limit_seconds, iterations)
         if outcome.status is Status.INFEASIBLE:
             return inf
         self.program = form

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations
+from math import inf
 
+import pytest
 from solve.test_joint import NODE, problem_of, with_memory
 from support.oracles.exhaustive_plans import priced_plans, toy_graph
 from support.plans.mesh import mesh_of
@@ -22,8 +24,13 @@ from autopar.solve.space.grid import GridPoint
 CALLS = 5
 
 
-def problem_of_calls() -> Problem:
-    return problem_of(toy_graph(batch=8, calls=CALLS), mesh_of(dp=4), replace(NODE, size=4, host=None))
+def problem_of_calls(seq: int = 512, width: int = 512) -> Problem:
+    return problem_of(toy_graph(seq=seq, width=width, calls=CALLS), mesh_of(dp=4), replace(NODE, size=4, host=None))
+
+
+def relaxation(problem: Problem) -> float | None:
+    """The bound of a point in seconds."""
+    return MeshSolver(problem.graph, problem, (), 1e-7, MeshSolution(GridPoint(problem.mesh))).relax_with_memory(60)
 
 
 def solve(problem: Problem) -> tuple[MeshSolution, float]:
@@ -68,9 +75,11 @@ def test_some_layers_are_recomputed_where_not_all_need_be() -> None:
     assert faster, "none was better than plans that treat all layers alike"
 
 
-def test_the_bound_is_below_every_division() -> None:
-    """Plans that treat all layers alike are slower than some of them at these limits."""
-    problem = problem_of_calls()
+@pytest.mark.parametrize(("seq", "width"), [(512, 512), (128, 1024)])
+def test_the_bound_is_below_every_division(seq: int, width: int) -> None:
+    """Plans that treat all layers alike are slower than some of them at these limits. Transfers of the second graph's wide
+    weights take longer than its compute."""
+    problem = problem_of_calls(seq, width)
     plans = priced_plans(problem)
     frontier = [
         candidate
@@ -87,6 +96,27 @@ def test_the_bound_is_below_every_division() -> None:
         better += best < min(each.step_seconds for _, each in plans if each.peak_memory_bytes <= limit) * (1 - 1e-6)
         assert result.bound_seconds <= best * (1 + 1e-9)
     assert better
+
+
+def test_no_layer_hides_the_transfers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relaxation that mixes ZeRO stages would: it is cut."""
+    problem = problem_of_calls(128, 1024)
+    peaks = sorted({round(each.peak_memory_bytes) for _, each in priced_plans(problem)})
+    tight = [with_memory(problem, (low + high) / 2) for low, high in pairwise(peaks)]
+    cut = [relaxation(each) for each in tight]
+    monkeypatch.setattr("autopar.solve.ilp.memory_relaxation._add_cuts", lambda *_: False)
+    ratios = [one / other for one, other in zip(cut, map(relaxation, tight), strict=True) if one and other]
+    assert len(ratios) == len(tight)
+    assert min(ratios) >= 1 - 1e-9
+    assert max(ratios) > 1.004
+
+
+def test_what_a_layer_needs_alone_has_to_fit() -> None:
+    """Whatever the layers before it save: a hair below the least peak, plans that treat layers differently do not help."""
+    problem = problem_of_calls(128, 1024)
+    least = min(each.peak_memory_bytes for _, each in priced_plans(problem))
+    assert relaxation(with_memory(problem, least)) not in (None, inf)
+    assert relaxation(with_memory(problem, 0.998 * least)) == inf
 
 
 def test_plans_that_do_not_agree_between_calls_are_not_divided() -> None:
