@@ -145,6 +145,9 @@ class MeshSolver:
             outcome = self._outcome(form, left)
             if not outcome.values:
                 self.result.status = outcome.status
+                equal_calls = any(self.problem.graph.count(name) > 1 for name in self.problem.blocks)
+                if outcome.status is Status.INFEASIBLE and (equal_calls or margin):
+                    self.result.status, self.result.reason = Status.NOT_TRIED, "no plan that treats equal layers alike fits"
                 break
             self._accept(form, outcome)
             if self.result.solved or self.result.refusal or left <= 0:

@@ -16,6 +16,7 @@ from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate
 from autopar.ir.verify import verify_candidate
+from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.problem.divide_calls import divide_calls
 from autopar.solve.problem.problem import Problem
@@ -117,6 +118,16 @@ def test_what_a_layer_needs_alone_has_to_fit() -> None:
     least = min(each.peak_memory_bytes for _, each in priced_plans(problem))
     assert relaxation(with_memory(problem, least)) not in (None, inf)
     assert relaxation(with_memory(problem, 0.998 * least)) == inf
+
+
+def test_a_mesh_keeps_its_bound_where_equal_layers_do_not_fit() -> None:
+    """Plans that treat them differently may fit: it is not shown to be infeasible."""
+    problem = problem_of_calls(128, 1024)
+    tight = with_memory(problem, 0.999 * min(each.peak_memory_bytes for _, each in priced_plans(problem)))
+    solver = MeshSolver(tight.graph, tight, (), 1e-7, MeshSolution(GridPoint(tight.mesh)))
+    solver.solve_with_memory(60)
+    assert solver.result.status is Status.NOT_TRIED
+    assert solver.result.bound_seconds == relaxation(tight)
 
 
 def test_plans_that_do_not_agree_between_calls_are_not_divided() -> None:
