@@ -31,6 +31,10 @@ p.norm(dim=0).sum()
 p.norm(1, dim=1).mean() + q.norm(3, dim=0, keepdim=True).sum()
 p.norm().expand(3).sum()
 p.norm(dim=0)[1:].sum() ** 2
+p.norm(float("inf")) + q.norm(-float("inf"))
+p.sum(())
+p.mean((), keepdim=True)
+p.detach().std(())
 p.norm() + 1
 p.norm() * 2 - q.norm()
 p.norm() > q.norm()
