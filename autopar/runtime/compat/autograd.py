@@ -138,6 +138,18 @@ def storage_span(x: torch.Tensor) -> tuple[int, int]:
     return int(x.storage_offset()), int(x.storage_offset() + last + 1)
 
 
+def mark_mixed(x: torch.Tensor) -> None:
+    """Note that an operation took an ordinary tensor for a whole one, as its backward must too. Seen on 2.13.0: a storage has its
+    Python attributes as long as autograd holds a tensor of it."""
+    storage: Any = x.untyped_storage()
+    storage.autopar_mixed = True
+
+
+def was_mixed(x: torch.Tensor) -> bool:
+    """Return whether `mark_mixed` was told of a tensor, or of one that this is a view of."""
+    return hasattr(x.untyped_storage(), "autopar_mixed")
+
+
 def saved_tensor(saved: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return what was saved: a tensor, or what the function in its place gives in the backward."""
     return saved if isinstance(saved, torch.Tensor) else saved()

@@ -35,6 +35,7 @@ def reduce_rightly() -> AbstractContextManager[None]:
         handlers.update((getattr(packet, each), _sum) for each in packet.overloads() if "dim" in each or "correction" in each)
     for packet in (torch.ops.aten.norm, torch.ops.aten.linalg_vector_norm):
         handlers.update((getattr(packet, each), _norm) for each in packet.overloads() if "out" not in each)
+    handlers[torch.ops.aten.gather.default] = _gather
     handlers[torch.ops.aten._foreach_norm.Scalar] = _list_norms
     handlers[torch.ops.aten._is_any_true.default] = _run_function(torch.any)  # detect_anomaly() asks it; 2.13.0 has no rule
     handlers[torch.ops.aten._is_all_true.default] = _run_function(torch.all)
@@ -61,6 +62,14 @@ def _reduce(op: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(each, DTensor) and has_empty_part(each) for each in flat(args)):
             return on_whole_tensors(op, args, kwargs)  # a rank without elements has no maximum
         return tree_map_only(DTensor, whole, usual_operation(op, _with_all_dims(op, args), kwargs))
+
+
+def _gather(op: Any, args: Any, kwargs: Any) -> Any:
+    """Pick elements: the rule is that of an index with all rows, and masks those of other ranks as that of rows does."""
+    x, dim, index, *_ = args
+    others = [at for at in range(x.dim()) if at != dim % x.dim()]
+    has_all = all(index.shape[at] == x.shape[at] for at in others)
+    return (_reduce if has_all else on_whole_tensors)(op, args, kwargs)
 
 
 def _norm(op: Any, args: Any, kwargs: Any) -> Any:
