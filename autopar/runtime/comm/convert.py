@@ -34,12 +34,11 @@ class _Convert(torch.autograd.Function):
         return tuple(_finish(operations, xs, _launch(operations, xs, size, group), size, coordinate, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        operations = [parse_conversion(text)[1] for text in ctx.texts]
-        results = _finish(
-            operations, grads, _launch(operations, grads, ctx.size, ctx.group), ctx.size, ctx.coordinate, ctx.group
-        )
-        return (None, None, None, None, *results)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        there = [grad for grad in grads if grad is not None]
+        duals = [parse_conversion(text)[1] for text, grad in zip(ctx.texts, grads, strict=True) if grad is not None]
+        results = iter(_finish(duals, there, _launch(duals, there, ctx.size, ctx.group), ctx.size, ctx.coordinate, ctx.group))
+        return (None, None, None, None, *(None if grad is None else next(results) for grad in grads))
 
 
 def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:

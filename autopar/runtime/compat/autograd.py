@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,29 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         if not trains:
             forward: Any = function.forward
             return forward(_NoBackward(), *args)
-    return function.apply(*args)
+        return function.apply(*args)
+    return _passing_none(function).apply(*args)
+
+
+@cache
+def _passing_none(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The Function whose backward gives None where nothing has read its outputs, as torch's own operations do; that of some of
+    several outputs has None for the others. Torch would pass zeros, which the parameters of a head that no loss reads would get
+    as gradients."""
+    kind: Any = function
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return kind.forward(ctx, *args)
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        return kind.backward(ctx, *grads)
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    passing: type[torch.autograd.Function] = type(kind)(function.__name__, (function,), functions)
+    return passing
 
 
 class _NoBackward:
@@ -113,6 +136,18 @@ def storage_span(x: torch.Tensor) -> tuple[int, int]:
     """The range of elements of its storage that a tensor spans: start, end."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
     return int(x.storage_offset()), int(x.storage_offset() + last + 1)
+
+
+def mark_mixed(x: torch.Tensor) -> None:
+    """Note that an operation took an ordinary tensor for a whole one, as its backward must too. Seen on 2.13.0: a storage has its
+    Python attributes as long as autograd holds a tensor of it."""
+    storage: Any = x.untyped_storage()
+    storage.autopar_mixed = True
+
+
+def was_mixed(x: torch.Tensor) -> bool:
+    """Return whether `mark_mixed` was told of a tensor, or of one that this is a view of."""
+    return hasattr(x.untyped_storage(), "autopar_mixed")
 
 
 def saved_tensor(saved: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:

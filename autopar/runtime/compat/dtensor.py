@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -84,6 +85,12 @@ def random_operations() -> list[Any]:
 
 _RANDOM_KERNELS = frozenset(("_standard_gamma", "_sample_dirichlet", "_fused_dropout"))
 """Kernels that functions for users call directly."""
+
+
+def new_results() -> list[Any]:
+    """Torch's operations that write into no tensor and draw no random numbers, by their schemas and tags. Seen on 2.13.0."""
+    drawn = torch.Tag.nondeterministic_seeded
+    return [op for op in _operations(lambda _: True) if not op._schema.is_mutable and drawn not in op.tags]
 
 
 def in_place_operations() -> list[Any]:
@@ -177,9 +184,15 @@ def gathered(value: torch.Tensor) -> torch.Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def lacks_rule(error: RuntimeError) -> bool:
-    """Return whether DTensor has no rule for a call, which it says on all ranks. Seen on 2.13.0."""
-    return "Sharding propagation failed" in str(error)
+def or_whole(run: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation by DTensor's rule, or on whole tensors where it has none for this call, which it says on all ranks (and so
+    torch says there what is wrong with the call itself). Seen on 2.13.0."""
+    try:
+        return run(op, args, kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and "Sharding propagation failed" not in str(error):
+            raise
+    return on_whole_tensors(op, args, kwargs)
 
 
 def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
@@ -187,6 +200,15 @@ def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
     mesh = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)).device_mesh
     args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
     return tree_map_only(torch.Tensor, lambda result: replicated(result, mesh), op(*args, **kwargs))
+
+
+def view_in_place(op: Any, args: Any, kwargs: Any) -> None:
+    """Make a DTensor a view of itself (``x.unsqueeze_(0)``), as the operation without its underscore does. Seen on 2.13.0, whose
+    own rules leave the shape that autograd knows as it was."""
+    view = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))(*args, **kwargs)
+    args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
+    with no_dispatch():  # what the tensor itself says of its shape
+        op(*args, **kwargs)
 
 
 def has_empty_part(value: DTensor) -> bool:
@@ -197,8 +219,11 @@ def has_empty_part(value: DTensor) -> bool:
 
 
 def own_part(like: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is placed as `like` is, in memory of its own where it is a part."""
-    part = whole
+    """This rank's part of a tensor that is placed as `like` is, in memory of its own where it is a part. Of a sum that is not
+    reduced yet the first rank has all."""
+    coordinates = like.device_mesh.get_coordinate() or ()
+    others = [place for place, at in zip(like.placements, coordinates, strict=True) if at]
+    part = torch.zeros_like(whole) if any(place.is_partial("sum") for place in others) else whole
     for dim in range(like.dim()):
         indices = _indices(like, dim)
         if len(indices) < like.shape[dim]:

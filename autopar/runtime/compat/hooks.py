@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -171,10 +171,16 @@ def masked_items() -> AbstractContextManager[None]:
             x._local_tensor.copy_(own_part(x, full))
         return x
 
+    def convolve(op: Any, args: Any, kwargs: Any) -> Any:  # of others the rule is that of same padding
+        places = {place for each in args if isinstance(each, DTensor) for place in each.placements}
+        return (usual_operation if places <= {Replicate(), Shard(0)} else on_whole_tensors)(op, args, kwargs)
+
+    convolutions = dict.fromkeys((aten.convolution.default, aten.convolution_backward.default), convolve)
     # 2.13.0 gives the shape of the first topk to those of other k
     names = ("index_put", "masked_select", "nonzero", "renorm", "topk", "allclose")
     gets = dict.fromkeys((getattr(aten, name).default for name in names), on_whole_tensors)
-    return shard_operations({**gets, aten.index.Tensor: get, aten.index_put_.default: put})
+    gets |= {aten.index.Tensor: get, aten.index_put_.default: put}
+    return shard_operations({**gets, **convolutions})
 
 
 def _is_mask(index: Any) -> bool:

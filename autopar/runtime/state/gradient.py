@@ -225,12 +225,14 @@ def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
 
 
 def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> None:
-    """Make a `Gradient` of what autograd adds to the parameter's gradient too."""
+    """Make a `Gradient`, placed as the parameter is, of what autograd adds to the parameter's gradient too."""
     canonical.autopar_place = (stage, name)  # type: ignore[attr-defined]
 
     def wrap(parameter: torch.Tensor) -> None:
-        if isinstance(parameter.grad, DTensor) and isinstance(parameter, nn.Parameter):
-            parameter.grad = gradient_of(parameter, parameter.grad)
+        gradient, own = parameter.grad, parameter.data
+        if isinstance(gradient, DTensor) and isinstance(own, DTensor) and isinstance(parameter, nn.Parameter):
+            placed = gradient.placements == own.placements  # or gathered by what it was computed with
+            parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=own.placements))
 
     wrap.autopar = True  # type: ignore[attr-defined]
     if canonical.requires_grad:

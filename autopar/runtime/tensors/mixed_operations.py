@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ..comm.heartbeat import glancing
-from ..compat.autograd import in_backward
-from ..compat.dtensor import gathered, operations_of_shards, replicated, usual_operation
+from ..compat.autograd import in_backward, mark_mixed, was_mixed
+from ..compat.dtensor import gathered, new_results, operations_of_shards, or_whole, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
 from ..state.gradient import Gradient, by_mesh, flat, on_each_mesh, place_of
@@ -22,14 +22,9 @@ from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
 _MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "maximum", "minimum")
-_OF_SAME = (
-    *("mv", "mm", "bmm", "addmv", "addmm", "dot", "cat", "stack", "where", "masked_fill"),
-    *("index", "index_select", "embedding"),
-)
-"""Of activations and indices, of which a rank may have its own: compared first."""
-_COMPARED = ("isclose", "eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
-_OF_OPTIMIZERS = ("clone", "sqrt", "zeros_like")
-"""Of one tensor: here only since `usual_operation` runs what is element-wise faster than DTensor does."""
+_OF_WEIGHTS = (*_MIXED, "isclose", "eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
+"""Of averages and comparisons. The ordinary tensors of all others may be activations and indices, of which a rank may have its
+own: they are compared first."""
 _OF_LISTS = (
     *("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "sign", "abs", "pow", "reciprocal"),
     *("zero", "maximum", "minimum", "clamp_min", "clamp_max"),
@@ -37,12 +32,12 @@ _OF_LISTS = (
 
 
 def mix_whole_tensors() -> AbstractContextManager[None]:
-    """Teach DTensor the operations that averages, copies and comparisons of weights are written with, and products and rows of
-    them."""
-    names = [*_OF_SAME, *_COMPARED, *_OF_OPTIMIZERS, *_MIXED, *(f"{name}_" for name in _MIXED)]
-    names += [f"_foreach_{name}{end}" for name in _OF_LISTS for end in ("", "_")]
+    """Teach DTensor all operations that return something new, and those in place that averages and copies of weights are written
+    with."""
+    names = [*(f"{name}_" for name in _MIXED), *(f"_foreach_{name}_" for name in _OF_LISTS)]
     handlers = {torch.ops.aten._foreach_copy_.default: _mixed_by(_copy_all)}
     table = operations_of_shards()
+    handlers.update((op, _mixed_by(table.get(op, usual_operation))) for op in new_results())
     for name in names:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
@@ -53,12 +48,16 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
 
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    def rule(op: Any, args: Any, kwargs: Any) -> Any:
+        return usual(op, args, kwargs) if op._schema.is_mutable else or_whole(usual, op, args, kwargs)
+
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         if op._schema.name.startswith("aten::_foreach_") and len(parts := by_mesh(args[0])) > 1:
             return on_each_mesh(op, parts, args, kwargs)  # of an optimizer of several models
-        if not any(map(_is_whole, flat(args))) or in_backward():
-            return usual(op, args, kwargs)
-        return _mixed(usual, op, args, kwargs)
+        plain = [each for each in flat(args) if _is_whole(each)]
+        if not plain or (in_backward() and not all(map(was_mixed, plain))):
+            return rule(op, args, kwargs)
+        return _mixed(rule, op, args, kwargs)
 
     return run
 
@@ -85,7 +84,8 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
         return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
     writes = op._schema.is_mutable
-    compared = writes or op._schema.name.removeprefix("aten::") in _OF_SAME
+    of_weights = op._schema.name.removeprefix("aten::").removeprefix("_foreach_") in _OF_WEIGHTS
+    compared = not in_backward() and (writes or not of_weights)
     doing = "a write of an ordinary tensor into a sharded one" if writes else "an operation of a sharded and an ordinary tensor"
     if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0], doing):
         raise StateError(
@@ -95,6 +95,9 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
             else f"ranks have different tensors in {op} with a parallel model's parameter or gradient: pass the same on every "
             "rank, that of the global batch"
         )
+
+    for each in plain:
+        mark_mixed(each)
 
     def placed(x: Any) -> Any:
         return replicated(x, mesh) if _is_whole(x) else x

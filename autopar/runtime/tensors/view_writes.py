@@ -21,12 +21,12 @@ from ..compat.autograd import has_data
 from ..compat.dtensor import (
     gathered,
     in_place_operations,
-    lacks_rule,
     local_of,
-    on_whole_tensors,
     operations_of_shards,
+    or_whole,
     own_part,
     usual_operation,
+    view_in_place,
 )
 from ..compat.hooks import shard_operations
 from ..errors import StateError
@@ -75,12 +75,7 @@ def write_through_views() -> AbstractContextManager[None]:
 def _make_view(aliases_of: WeakIdKeyDictionary, op: Any, args: Any, kwargs: Any) -> Any:
     """Make a view, of the whole tensor where 2.13.0 has no rule (``p.flatten()`` of uneven shards). Note its source where a write
     into it would not reach that, and that it is one of a parameter (`aliases_of`: by view, all of that parameter)."""
-    try:
-        results = usual_operation(op, args, kwargs)
-    except RuntimeError as error:
-        if not lacks_rule(error):
-            raise
-        results = on_whole_tensors(op, args, kwargs)
+    results = or_whole(usual_operation, op, args, kwargs)
     source = args[0]
     if op._schema.name in _SAME and isinstance(results, DTensor):
         results.__dict__.update((name, source.__dict__[name]) for name in _MARKS if name in source.__dict__)
@@ -108,10 +103,9 @@ def _writing_by(usual: Operation) -> Operation:
             return usual(op, args, kwargs)
         view: ViewSource | None = target.__dict__.get("autopar_view")
         try:
-            usual(op, args, kwargs)
+            (view_in_place if torch.Tag.inplace_view in op.tags else usual)(op, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:  # no rule; what is wrong with the call itself torch says below
-            # memory ends on one rank alone, which must not wait for the others
-            if isinstance(error, torch.OutOfMemoryError) or any(each.is_partial() for each in target.placements):
+            if isinstance(error, torch.OutOfMemoryError):  # on one rank alone, which must not wait for the others
                 raise
             _write_whole(op, args, kwargs)
         if view is not None:

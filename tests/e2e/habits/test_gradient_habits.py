@@ -254,8 +254,8 @@ def backward_left_out_on_one_rank(plan: str) -> str:
 
 
 def penalty(plan: str) -> None:
-    """L2, L1 and a loss to where they were, in the loss or with a backward of their own; outside of the program as an ordinary
-    tensor."""
+    """L2, L1, orthogonality, maximum norms and a loss to where they were, in the loss or with a backward of their own; outside of
+    the program as an ordinary tensor."""
 
     def run(model: nn.Module, apart: bool) -> list[float]:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -265,6 +265,9 @@ def penalty(plan: str) -> None:
             own = [p for p in model.parameters() if p.requires_grad and p.numel()]
             more = 1e-2 * sum((p**2).sum() for p in own) + 1e-2 * sum(p.abs().sum() for p in own)
             more = more + sum(nn.functional.mse_loss(p, q) for p, q in zip(own, start, strict=True))
+            matrices = [p for p in own if p.dim() == 2]
+            more = more + 1e-2 * sum((p.t() @ p - torch.eye(p.shape[1], dtype=p.dtype)).norm() for p in matrices)
+            more = more + 1e-2 * sum(p.norm(float("inf")) for p in own)
             loss = model(**batch(seed))
             if apart:
                 loss.backward()
@@ -290,3 +293,10 @@ def penalty(plan: str) -> None:
         state = parallel.full_state()
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-9, atol=1e-11, msg=name)
+        for model in (parallel, reference):  # alone, and gathered on the way
+            model.zero_grad()
+            sum((p.flatten().sort().values ** 2).sum() for p in model.parameters() if p.requires_grad).backward()
+        gradients = parallel.full_gradients()
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)

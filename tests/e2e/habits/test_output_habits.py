@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from support.harness.comparison import same_gradients
-from support.harness.habits import cluster, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import cluster, refusal, test_habit, test_habit_under_other_plans, under  # noqa: F401
 from support.models.zoo.output_model import classifier, convolutions, examples, pictures
 from torch import Tensor, nn
 
@@ -140,6 +140,40 @@ def scalar_beside_outputs(force: str) -> None:
         losses[-1].backward()
     same(*losses)
     same_gradients(parallel, plain)
+
+
+class TwoHeads(nn.Module):
+    """A trunk with a head for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk, self.first, self.second = (nn.Linear(8, size, dtype=torch.float64) for size in (8, 4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return self.first(h), self.second(h).softmax(-1)
+
+
+@under("tp=2,dp=1")
+def one_task_a_step(force: str) -> None:
+    """Weight decay and moments move parameters with a gradient of zeros, but not those without one."""
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if "pp=" in force:
+        assert "from a loss outside of the program" in refusal(lambda: parallel_of(TwoHeads(), force, (x,)))
+        return
+    plain, parallel = TwoHeads(), parallel_of(TwoHeads(), force, (x,))
+    for model in (plain, parallel):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for task in (0, 0, 1, 0):
+            model(x)[task].square().mean().backward()
+            without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+            assert {name.partition(".")[0] for name in without} == {("second", "first")[task]}
+            optimizer.step()
+            optimizer.zero_grad()
+    state = parallel.full_state()
+    for name, expected in plain.state_dict().items():
+        same(state[name], expected)
 
 
 def autocast_with_batch_norm(force: str) -> None:
