@@ -230,6 +230,9 @@ def copy_both_ways(plan: str) -> None:
     with torch.no_grad():
         if staged(parallel):
             assert "parallel.load_state_dict(state)" in refusal(lambda: pairs[0][0].copy_(pairs[0][1]))
+            for layer in parallel.layers:  # by name it is refused on all ranks, on those of other stages too
+                weight, values = layer.up.weight, torch.ones(layer.up.weight.shape, dtype=torch.float64)
+                assert "parallel.load_state_dict(state)" in refusal(lambda weight=weight, own=values: weight.data.copy_(own))
             return
         for mine, theirs in pairs:
             mine.copy_(theirs * 2)
