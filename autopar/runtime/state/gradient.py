@@ -57,6 +57,10 @@ class StageGradients:
         """Itself: a copy of a parameter or of its gradient is one of the same stage."""
         return self
 
+    def __reduce__(self) -> Any:
+        """Nothing: in a file a parameter is of no stage (``torch.save(parallel.state_dict())``)."""
+        return type(None), ()
+
     def name_of(self, value: DTensor) -> str:
         """The parameter that `value` is, or has the data of, or is the gradient of; empty where it is none."""
         stage, name = place_of(value)
