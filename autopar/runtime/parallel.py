@@ -96,7 +96,7 @@ class Parallel(ShardedModule):
         """
         super().__init__()
         check_offload_device(program.offload_optimizer or "cpu", "it is priced only; plan with offload_optimizer=cpu")
-        apply_patches()
+        apply_patches(program.mesh.pp.size > 1)
         mesh, digest = program.mesh, program_digest(program)  # FSDP2 changes the class
         heartbeat = heartbeat or start_heartbeat(mesh.describe, patience_seconds)
         if heartbeat is not None:

@@ -38,6 +38,7 @@ from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
 from .tensors.reductions import reduce_rightly
+from .tensors.stage_values import follow_stages
 from .tensors.torch_functions import (
     allow_empty_optimizers,
     explain_penalty,
@@ -51,18 +52,21 @@ _FSDP2_WARNING = "FSDP2-wrapped module"
 """The warning of FSDP2 about in-place writes into views that a block returns; generated code never writes in place."""
 
 
-def apply_patches() -> None:
-    """Change torch and this process as parallel models need it; only the first call does anything."""
+def apply_patches(pipeline: bool = False) -> None:
+    """Change torch and this process as parallel models need it, and a `pipeline` besides; only the first call does anything."""
     _patches()
+    if pipeline:
+        _patches_of_pipelines()
     warnings.filterwarnings("ignore", message=_FSDP2_WARNING)  # again: a script's catch_warnings takes it back
 
 
 def undo_patches() -> None:
     """Take all of it back. Parallel models that are still there must not be used any more."""
-    if _patches.cache_info().currsize:
-        _patches().close()
-        _patches.cache_clear()
-        warnings.filters[:] = [each for each in warnings.filters if _FSDP2_WARNING not in str(each)]  # type: ignore[index]
+    for patches in (_patches_of_pipelines, _patches):
+        if patches.cache_info().currsize:
+            patches().close()
+            patches.cache_clear()
+    warnings.filters[:] = [each for each in warnings.filters if _FSDP2_WARNING not in str(each)]  # type: ignore[index]
 
 
 @cache
@@ -97,6 +101,9 @@ def _patches() -> ExitStack:
     ):
         patches.enter_context(patch())
     return patches
+
+
+_patches_of_pipelines = cache(follow_stages)  # others leave most of DTensor's operations to its own dispatch, which is faster
 
 
 @contextmanager

@@ -139,7 +139,8 @@ def _solved(
     if unknown:
         raise PlanMismatch(
             f"it reads {unknown[0]}, which the first program does not: call model.train(), and make all adapters active, before "
-            "autopar.parallelize, and take example inputs with which the forward reads it"
+            "autopar.parallelize, and take example inputs with which the forward reads it and what other calls read (where an "
+            "argument chooses between heads: a call that computes all of them, as of task=None)"
         )
     stored, mesh = stored_placements(plan.graph, first), _mesh(first, data)
     if context > 1:

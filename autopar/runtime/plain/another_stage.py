@@ -32,9 +32,11 @@ _VIEWS = frozenset(
 
 
 class OnAnotherStage(torch.Tensor):
-    """A tensor of another stage, or a view of one, on the meta device. `message`: of the error when its values are read."""
+    """A tensor of another stage, or a view of one, on the meta device. `message`: of the error when its values are read.
+    `is_parameter`: one, or the data of one."""
 
     message: str
+    is_parameter = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +49,7 @@ class OnAnotherStage(torch.Tensor):
             return without_overrides(func, *args, **kwargs)
         others = [each for each in every if each is not me]
         if word in _VIEWS and not sets and not others:
-            return _like(without_overrides(func, *args, **kwargs), me)
+            return _like(without_overrides(func, *args, **kwargs), me, me.is_parameter and word in ("data", "detach"))
         writes = full == "__setitem__" or full[:3] == "__i" or (full[-1:] == "_" and full[:2] != "__")
         in_place = word == "data" if sets else writes
         written = kwargs.get("out", args[0] if in_place and args else kwargs.get("tensor"))  # nn.init passes it by its name
@@ -81,15 +83,15 @@ def _refused(value: torch.Tensor, me: OnAnotherStage, sets: bool) -> bool:
     the stage that has the parameter refuses too (``parameter.copy_(value)``)."""
     if isinstance(value, OnAnotherStage):
         return value.message != me.message
-    pair = isinstance(me, nn.Parameter) and value.shape == me.shape and not sets
+    pair = me.is_parameter and value.shape == me.shape and value.dtype != torch.bool and not sets
     return isinstance(value, (DTensor, nn.Parameter)) or pair
 
 
-def _like(result: Any, me: OnAnotherStage) -> Any:
+def _like(result: Any, me: OnAnotherStage, is_parameter: bool) -> Any:
     if isinstance(result, (list, tuple)):
-        return type(result)(_like(each, me) for each in result)
+        return type(result)(_like(each, me, is_parameter) for each in result)
     out = result.as_subclass(OnAnotherStage)
-    out.message = me.message
+    out.message, out.is_parameter = me.message, is_parameter
     return out
 
 
@@ -97,7 +99,7 @@ def on_another_stage(name: str, spec: ParameterSpec, stage: int) -> OnAnotherSta
     """The parameter or buffer `name` of a stage."""
     out = meta_tensor(spec.shape, getattr(torch, spec.dtype)).as_subclass(OnAnotherStage)
     out.requires_grad_(spec.trainable and not spec.buffer)
-    out._is_param = not spec.buffer  # what isinstance(..., nn.Parameter) asks for
+    out._is_param = out.is_parameter = not spec.buffer  # what isinstance(..., nn.Parameter) asks for
     out.message = (
         f"{name} is on stage {stage} of the pipeline, and has no values here: read parallel.full_state(), and write by "
         "parallel.load_state_dict(state), which every rank calls"

@@ -3,13 +3,14 @@
 DTensor leaves a reduction partial until an operation needs it whole: in-place operations on a partial one are refused, and a rank
 that asks for its number waits for the others. A stage of a pipeline has the gradients of its own parameters only. What is
 computed of one gradient is right there; the norm of all gradients (`torch.nn.utils.clip_grad_norm_`, the norm of stacked norms)
-is summed over the stages, and other combinations of several gradients are refused.
+is summed over the stages; `tensors.stage_values` has other combinations of several gradients.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.heartbeat import Heartbeat, watched
 from ..comm.norms import norm_over_ranks, whole_norms
@@ -36,6 +38,8 @@ _PARAMETER = "parameter "
 """Begins the name under which `StageNorms` has the norm of a parameter, not of its gradient. That of what is computed of them has
 no name."""
 _STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
+_ORIGINS = WeakIdKeyDictionary()
+"""What DTensors were computed of, where they are no parameters and no gradients themselves."""
 _NORM_OF_ALL = "the norm of all gradients (where a stage has none since a freeze: parallel.clip_grad_norm_(max_norm))"
 
 
@@ -53,9 +57,13 @@ class StageGradients:
         """Itself: a copy of a parameter or of its gradient is one of the same stage."""
         return self
 
+    def __reduce__(self) -> Any:
+        """Nothing: in a file a parameter is of no stage (``torch.save(parallel.state_dict())``)."""
+        return type(None), ()
+
     def name_of(self, value: DTensor) -> str:
         """The parameter that `value` is, or has the data of, or is the gradient of; empty where it is none."""
-        stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
+        stage, name = place_of(value)
         if stage is self:
             return name
         start = local_of(value).data_ptr() if local_of(value).numel() else -1
@@ -87,8 +95,20 @@ class StageGradients:
         names = tuple(name.removeprefix(_PARAMETER) for name in names)
         first = torch.tensor([self.holders[name][0] == self.mesh.pp.coordinate for name in names], device=norms.device)
         own = torch.linalg.vector_norm(torch.where(first, norms.double(), 0.0 if order >= 0 else math.inf), order)
+        return self.over_stages(own, order).to(norms.dtype)
+
+    def over_stages(self, number: torch.Tensor, order: float) -> torch.Tensor:
+        """The norm of the norms of all stages; of order 1 the sum of any numbers."""
         with watched(self.heartbeat, _NORM_OF_ALL):
-            return norm_over_ranks(own, order, self.mesh.group(self.mesh.pp.name)).to(norms.dtype)
+            return norm_over_ranks(number.double(), order, self.mesh.group(self.mesh.pp.name)).to(number.dtype)
+
+    def has_all(self, names: set[str]) -> bool:
+        """Return whether these are all parameters of this stage, or all that have gradients. Not of a stage with one parameter,
+        of which a number would not be known for one of all."""
+        held = Counter(stage for name, stages in self.holders.items() for stage in stages)
+        with_gradients = {name for name, p in self.parameters.items() if p.grad is not None}
+        every = names == set(self.parameters) or (names == with_gradients and self.every_stage_trains)
+        return every and min(held[stage] for stage in range(self.mesh.pp.size)) > 1
 
 
 class Gradient(DTensor):
@@ -119,8 +139,6 @@ class Gradient(DTensor):
         me = next((each for each in flat(args) if isinstance(each, Gradient)), None)
         if me is None:
             return result
-        if me.stage is not None and word in _JOINS:
-            raise _combined(word)
         if isinstance(result, (list, tuple)):
             if func.__name__.endswith("_"):  # of ``torch._foreach_mul_``: what was passed
                 return result
@@ -181,7 +199,7 @@ class StageNorms(torch.Tensor):
             return _norms(result, stage, names)
         known = {name.removeprefix(_PARAMETER): name for name in names if name}
         if len(known) > 1 and result.shape != (len(names),):
-            raise _combined(word)
+            raise combined(word)
         return _norms(result, stage, names if result.dim() else tuple(known.values())[:1] or names[:1])
 
     def full_tensor(self) -> torch.Tensor:
@@ -240,9 +258,33 @@ def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> Non
 
 
 def place_of(parameter: torch.Tensor) -> tuple[StageGradients | None, str]:
-    """The stage and the name of a canonical parameter; (None, "") of any other tensor."""
+    """The stage and the name of a canonical parameter or of its gradient; (None, "") of any other tensor."""
+    if isinstance(parameter, Gradient):
+        return parameter.stage, parameter.parameter_name
     place: tuple[StageGradients | None, str] = getattr(parameter, "autopar_place", (None, ""))
     return place
+
+
+Origins = frozenset[tuple[StageGradients | None, str]]
+
+
+def origins_of(value: Any) -> Origins:
+    """Return the parameters of stages that a tensor was computed of, or of their gradients."""
+    if not isinstance(value, DTensor):
+        return frozenset()
+    stage, name = place_of(value)
+    return frozenset(((stage, name),)) if stage is not None and name else _ORIGINS.get(value, frozenset())
+
+
+def note_origins(value: DTensor, origins: Origins) -> None:
+    """Say what a tensor was computed of; a parameter or gradient that was written into stays what it is."""
+    if origins and place_of(value)[0] is None:
+        _ORIGINS[value] = origins
+
+
+def is_of_several(origins: Origins) -> bool:
+    """Return whether several are parameters of one stage (one of each of two models is a pair)."""
+    return len(origins) > 1 and len({stage for stage, _ in origins}) < len(origins)
 
 
 def stages_of(value: DTensor | None = None) -> list[StageGradients]:
@@ -319,12 +361,15 @@ def _list_norms(tensors: Sequence[DTensor], ord: float = 2.0, dtype: torch.dtype
 
 def stage_norm(norm: torch.Tensor, value: DTensor) -> torch.Tensor:
     """The norm of a value: one that asks all stages where it is combined with others, if `value` is a parameter of a pipeline,
-    its gradient, or computed of them."""
+    its gradient, or computed of one of them."""
     if isinstance(value, Gradient):
         return norm if value.stage is None else _norms(norm, value.stage, (value.parameter_name,))
     stage, name = place_of(value)
     if stage is not None:
         return _norms(norm, stage, (f"{_PARAMETER}{name}",))
+    own = [(stage, name) for stage, name in origins_of(value) if stage is not None]
+    if len(own) == 1:
+        return _norms(norm, own[0][0], (own[0][1],))
     stage = next(iter(stages_of(value)), None)
     return norm if stage is None else _norms(norm, stage, ("",))
 
@@ -338,10 +383,12 @@ def flat(values: Any) -> Iterator[Any]:
             yield each
 
 
-def _combined(word: str) -> RuntimeProblem:
+def combined(word: str) -> RuntimeProblem:
+    """The error for what needs the parameters or gradients of all stages of a pipeline."""
     return RuntimeProblem(
-        f"{word} combines the gradients of several parameters, of which a stage of a pipeline has only its own: plan without a "
-        'pipeline (force="pp=1"), or for their norm call parallel.clip_grad_norm_(max_norm)'
+        f"{word} combines several parameters or gradients, of which a stage of a pipeline has only its own: compute it of "
+        'parallel.full_state() or parallel.full_gradients(), which all ranks call, or plan without a pipeline (force="pp=1"); '
+        "their norm is parallel.clip_grad_norm_(max_norm)"
     )
 
 

@@ -226,7 +226,8 @@ def materialize(program: Program, source: WeightSource) -> State:
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
     stages = mesh.pp.size
-    stage = StageGradients(mesh, index.holders, index.every_stage_trains(stages)) if stages > 1 else None
+    holders = {name: ranks for name, ranks in index.holders.items() if not index.specs[name].buffer}
+    stage = StageGradients(mesh, holders, index.every_stage_trains(stages)) if stages > 1 else None
     parameters = {name: builder.canonical[name] for table in own_tables for name in table}
     for name, parameter in parameters.items():
         own(parameter, stage, name)

@@ -17,7 +17,7 @@ from ..compat.autograd import in_backward, mark_mixed, was_mixed
 from ..compat.dtensor import gathered, new_results, operations_of_shards, or_whole, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
-from ..state.gradient import Gradient, by_mesh, flat, on_each_mesh, place_of
+from ..state.gradient import by_mesh, flat, on_each_mesh, place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
@@ -108,7 +108,7 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
 
 def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
     """Raise a StateError where scripts that pair parameters by their order pair wrong ones."""
-    stage, name = (value.stage, value.parameter_name) if isinstance(value, Gradient) else place_of(value)
+    stage, name = place_of(value)
     theirs = any(isinstance(each, nn.Parameter) for each in plain)
     if name and stage is not None and (theirs or any(each.shape == value.shape for each in plain)):
         raise StateError(

@@ -9,6 +9,7 @@ stream of its own (`device.rng`), from the model's seed, and generators stay whe
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -109,6 +110,11 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
         generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     own, key = generator.get_state(), _stream_key(value)
     if key is not None:
+        warnings.warn(
+            "random numbers for parameters and gradients of a pipeline come from a stream of each parameter, and are others than "
+            'one process draws: plan without a pipeline (force="pp=1") where they have to be equal',
+            stacklevel=2,
+        )
         generator.manual_seed(seed_stream(key).next_seed())
         moves = False
     else:

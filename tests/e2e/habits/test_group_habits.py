@@ -1,4 +1,4 @@
-"""Habits around optimizers of some of the parameters, and full states of torch itself (docs/habits.md), on real ranks."""
+"""Habits around optimizers of some parameters, numbers of all of them, and full states of torch (docs/habits.md), on ranks."""
 
 from __future__ import annotations
 
@@ -89,3 +89,60 @@ def full_states_of_torch(plan: str) -> None:
     assert sorted(found) == sorted(names[number] for number in expected)
     for number, values in expected.items():
         torch.testing.assert_close(found[names[number]]["exp_avg"], values["exp_avg"])
+
+
+def sums_over_parameters(plan: str) -> None:
+    """PCGrad's products, norms and counts of what is computed of gradients and parameters, for each parameter or in one row."""
+
+    def run(model: Any) -> list[float]:
+        found = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            kept = []
+            for part in (0, 5):
+                optimizer.zero_grad()
+                model(**batch(seed + part)).backward()
+                kept.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            first, other = kept
+            along, length = sum((x * y).sum() for x, y in zip(first, other, strict=True)), sum((x * x).sum() for x in first)
+            with torch.no_grad():
+                for p, x, y in zip([p for p in model.parameters() if p.grad is not None], first, other, strict=True):
+                    p.grad.copy_(x + y - (along / length) * x)  # read for each parameter
+            many: Any = 0
+            for p in model.parameters():
+                many += (p.detach() != 0).sum() if p.grad is not None else 0
+            optimizer.step()
+            changed = torch.stack([(p.detach().abs() * p.grad).norm() for p in model.parameters() if p.grad is not None]).norm()
+            found += [float(along), length.sqrt().item(), float(many), float(changed)]
+        return found
+
+    parallel = parallel_of(net(), plan)
+    assert not (wrong := different_numbers("sums", run(parallel), run(net()), 1e-9)), wrong
+    staged = parallel.program.mesh.pp.size > 1
+    for add in (lambda: sum((p * p).sum() for p in list(parallel.parameters())[1:]).item(),
+                lambda: sum(((p * p).sum() for p in parallel.parameters()), torch.ones(())).item()):  # fmt: skip
+        with torch.no_grad():
+            assert not staged or "of which a stage of a pipeline has only its own" in refusal(add)
+
+
+def order_of_all_elements(plan: str) -> None:
+    """Pruning by the size of all weights, and by their effect (SNIP)."""
+
+    def prune(model: Any, kind: int) -> float:
+        own = [p for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            scores = [(p.detach().abs(), (p.grad * p).abs(), p.grad.abs())[kind] for p in own]
+            least = torch.topk(torch.cat([each.flatten() for each in scores]), 300)[0][-1]
+            for p, each in zip(own, scores, strict=True):
+                p.mul_(each >= least)
+        return float(least)
+
+    parallel, reference = parallel_of(net(), plan), net()
+    for kind in range(3):
+        for model in (parallel, reference):
+            one_step(model)
+        if parallel.program.mesh.pp.size > 1:
+            said = refusal(lambda kind=kind: prune(parallel, kind))
+            assert "topk combines several parameters or gradients, of which a stage of a pipeline has only its own" in said
+        else:
+            assert not (wrong := different_numbers("least", [prune(parallel, kind)], [prune(reference, kind)], 1e-9)), wrong

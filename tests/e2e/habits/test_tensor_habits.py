@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness.habits import ROWS, one_step, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import (  # noqa: F401
+    ROWS,
+    one_step,
+    parallel_of,
+    refusal,
+    test_habit,
+    test_habit_under_other_plans,
+    warning_of,
+)
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -113,6 +121,7 @@ def noise_on_gradients(plan: str) -> None:
     if staged(parallel):
         shared = dict(parallel.named_parameters())["words.weight"]
         assert "words.weight, which several stages of a pipeline have" in refusal(lambda: nn.functional.dropout(shared * 2, 0.4))
+        assert "others than one process draws" in warning_of(lambda: torch.rand_like(shared))
         return
     losses = []
     for model in (parallel, reference):
@@ -221,6 +230,9 @@ def copy_both_ways(plan: str) -> None:
     with torch.no_grad():
         if staged(parallel):
             assert "parallel.load_state_dict(state)" in refusal(lambda: pairs[0][0].copy_(pairs[0][1]))
+            for layer in parallel.layers:  # by name it is refused on all ranks, on those of other stages too
+                weight, values = layer.up.weight, torch.ones(layer.up.weight.shape, dtype=torch.float64)
+                assert "parallel.load_state_dict(state)" in refusal(lambda weight=weight, own=values: weight.data.copy_(own))
             return
         for mine, theirs in pairs:
             mine.copy_(theirs * 2)

@@ -190,6 +190,38 @@ def more_kinds_of_calls(force: str) -> None:
     assert any("is dropped" in line for line in lines) == (torch.distributed.get_rank() == 0)
 
 
+class Heads(nn.Module):
+    """A head for each task, or all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.heads = nn.Linear(8, 16), nn.ModuleDict({"a": nn.Linear(16, 4), "b": nn.Linear(16, 1)})
+
+    def forward(self, x: Tensor, task: str | None = None) -> Any:
+        h = torch.tanh(self.up(x))
+        return self.heads[task](h) if task else {name: head(h) for name, head in self.heads.items()}
+
+
+def heads_by_argument(force: str) -> None:
+    """Planned with a call of one task, another one is refused with a remedy, which works."""
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cluster, losses = f"local:{torch.distributed.get_world_size()}", []
+    torch.manual_seed(0)
+    model = Heads().double()
+    one = autopar.parallelize(model, cluster, {"x": x, "task": "a"}, force=force)
+    with pytest.raises(AutoparError, match=r"reads heads.b.bias, .* a call that computes all of them"):
+        one(x=x, task="b")
+    for each in (autopar.parallelize(model, cluster, {"x": x}, force=force), model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for task in "abab":
+            optimizer.zero_grad()
+            loss = each(x=x, task=task).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-9)
+
+
 FORCES = [
     "dp=2,tp=2,zero=3",
     *(pytest.param(force, marks=pytest.mark.slow) for force in ("dp=4,zero=3", "tp=4", "dp=2,tp=2,zero=0", "dp=4,zero=1", "")),
@@ -200,6 +232,7 @@ STAGED = [
 ]
 EVERYWHERE = [lengths_and_batches, modes]
 SHARED = [batch_norm_in_both_modes, captured_in_evaluation, different_calls, local_parts_of_other_sizes, more_kinds_of_calls]
+SHARED += [heads_by_argument]
 
 
 @pytest.mark.parametrize("force", FORCES)

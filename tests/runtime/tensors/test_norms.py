@@ -129,10 +129,12 @@ def norms_of_stages() -> None:
         values = [read(each) for each in gradients]
         torch.testing.assert_close(torch.stack([each.norm() for each in values]).norm().item(), of_gradients.item())
         torch.testing.assert_close(nn.utils.get_total_norm(values).item(), of_gradients.item())
-    for copied in ([each.clone() for each in gradients], [each * 0.5 for each in gradients], torch._foreach_mul(gradients, 2.0)):
+    made = {1.0: [each.clone() for each in gradients], 0.5: [each * 0.5 for each in gradients]}
+    for factor, values in (made | {2.0: torch._foreach_mul(gradients, 2.0)}).items():
         for total in (nn.utils.get_total_norm, lambda values: torch.stack([each.norm() for each in values]).norm()):
-            with pytest.raises(RuntimeProblem, match=r"norm of what is computed of .* parallel.clip_grad_norm_"):
-                total(copied)
+            torch.testing.assert_close(total(values).item(), factor * of_gradients.item())
+            with pytest.raises(RuntimeProblem, match=r"norm of some of .* parallel.clip_grad_norm_"):
+                total(values[1:])
     for each in gradients:  # of one parameter at a time: any combination is right
         ratio = each.norm() / (each.clone().norm() + (each * 0.5).norm())
         assert ratio.item() == pytest.approx(1 / 1.5)
