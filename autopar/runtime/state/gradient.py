@@ -261,7 +261,7 @@ def place_of(parameter: torch.Tensor) -> tuple[StageGradients | None, str]:
     """The stage and the name of a canonical parameter or of its gradient; (None, "") of any other tensor."""
     if isinstance(parameter, Gradient):
         return parameter.stage, parameter.parameter_name
-    place: tuple[StageGradients | None, str] = getattr(parameter, "autopar_place", (None, ""))
+    place: tuple[StageGradients | None, str] = parameter.__dict__.get("autopar_place", (None, ""))
     return place
 
 
@@ -278,7 +278,7 @@ def origins_of(value: Any) -> Origins:
 
 def note_origins(value: DTensor, origins: Origins) -> None:
     """Say what a tensor was computed of; a parameter or gradient that was written into stays what it is."""
-    if origins and place_of(value)[0] is None:
+    if origins and place_of(value)[0] is None and _ORIGINS.get(value) != origins:
         _ORIGINS[value] = origins
 
 

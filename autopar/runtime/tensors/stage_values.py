@@ -19,7 +19,7 @@ from ..compat.autograd import in_backward
 from ..compat.compile import is_traced
 from ..compat.dtensor import all_operations, local_of, operations_of_shards, replicated, usual_operation, whole
 from ..compat.hooks import replaced, shard_operations
-from ..state.gradient import Origins, StageGradients, combined, flat, is_of_several, note_origins, origins_of, place_of, stages_of
+from ..state.gradient import Origins, StageGradients, combined, flat, is_of_several, note_origins, origins_of, place_of
 
 _JOINS = frozenset(("cat", "stack"))
 _NORMS = frozenset(("linalg_vector_norm", "norm"))
@@ -53,7 +53,7 @@ def follow_stages() -> ExitStack:
 
 def _followed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        if _inside.get() or not stages_of() or in_backward() or is_traced():
+        if _inside.get() or in_backward() or is_traced():
             return usual(op, args, kwargs)
         token = _inside.set(True)
         try:
@@ -69,12 +69,15 @@ def _followed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, A
 def _follow(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> Any:
     tensors = [each for each in (*flat(args), *kwargs.values()) if isinstance(each, torch.Tensor)]
     found = [origins_of(each) for each in tensors]
-    origins, word = frozenset[Any]().union(*found), op._schema.name.removeprefix("aten::")
+    origins = frozenset[Any]().union(*found)
+    if not origins:
+        return usual(op, args, kwargs)
+    word = op._schema.name.removeprefix("aten::")
     # a differentiable sum is a penalty, and goes into a backward of this stage
     penalty = word != _READS and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if not is_of_several(origins) or word.endswith("_like"):
         result = usual(op, args, kwargs)
-        begins = origins and not penalty and _adds_constant(word, args, result)
+        begins = not penalty and _adds_constant(word, args, result)
         return _noted(result, origins | _NO_LIST if begins else origins)
     if _is_sum(op, word.strip("_"), tensors, found, penalty):
         return _noted(usual(op, args if penalty else _counted_once(op, word, args), kwargs), origins)
