@@ -124,7 +124,8 @@ def test_the_buffers_of_hugging_face_models() -> None:
 
 
 def numbers_travel() -> None:
-    from autopar.runtime.state.gradient import StageGradients, StageNorms
+    from autopar.runtime.state.gradient import StageNorms
+    from autopar.runtime.state.stage_gradients import StageGradients
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stage = StageGradients.__new__(StageGradients)

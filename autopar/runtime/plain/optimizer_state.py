@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..compat.dtensor import placed_like, replicated
 from ..compat.hooks import replaced
 from ..errors import StateError
-from ..state.gradient import place_of
 from ..state.materialize import State
+from ..state.stage_gradients import place_of
 from .optimizer_groups import ParameterKind, joined_groups, names_by_group, ordered_groups, with_unused
 
 Kinds = Mapping[str, ParameterKind]

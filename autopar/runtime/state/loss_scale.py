@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.heartbeat import watched
-from .gradient import place_of
+from .stage_gradients import place_of
 
 USUAL = 2.0**15
 """The factor in the first step; a `GradScaler` starts with twice as much."""

@@ -25,11 +25,12 @@ from ..errors import StateError
 from ..module import ParameterSpec, Program, RootModule
 from ..progress import advance, working
 from .fsdp import hoist_shared, shard_block, shard_root
-from .gradient import StageGradients, own
+from .gradient import own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, local_shape, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
+from .stage_gradients import StageGradients
 from .weight_source import OrderedSource, Weight, WeightInParts, WeightSource, full_weight, whole_weight
 
 

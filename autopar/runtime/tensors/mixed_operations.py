@@ -17,7 +17,8 @@ from ..compat.autograd import in_backward, mark_mixed, was_mixed
 from ..compat.dtensor import gathered, new_results, operations_of_shards, or_whole, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..errors import StateError
-from ..state.gradient import by_mesh, flat, on_each_mesh, place_of
+from ..state.gradient import by_mesh, flat, on_each_mesh
+from ..state.stage_gradients import place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 

@@ -28,7 +28,7 @@ from ..compat.dtensor import gathered, local_of, own_part, random_operations, re
 from ..compat.hooks import replaced, shard_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
-from ..state.gradient import stages_of
+from ..state.stage_gradients import stages_of
 
 _OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_", "eye_", "dirac_")
 """Functions of `nn.init` with operations that DTensor lacks (in-place transposition, writes by index, `out=`), or that draw into

@@ -19,7 +19,8 @@ from ..compat.autograd import in_backward
 from ..compat.compile import is_traced
 from ..compat.dtensor import all_operations, local_of, operations_of_shards, replicated, usual_operation, whole
 from ..compat.hooks import replaced, shard_operations
-from ..state.gradient import Origins, StageGradients, combined, flat, is_of_several, note_origins, origins_of, place_of
+from ..state.gradient import flat
+from ..state.stage_gradients import Origins, StageGradients, combined, is_of_several, note_origins, origins_of, place_of
 
 _JOINS = frozenset(("cat", "stack"))
 _NORMS = frozenset(("linalg_vector_norm", "norm"))

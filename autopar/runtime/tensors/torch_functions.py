@@ -19,8 +19,9 @@ from ..compat.autograd import apply, graph_of
 from ..compat.dtensor import collective_operations, whole
 from ..compat.hooks import replaced, shard_operations
 from ..errors import RuntimeProblem, StateError
-from ..state.gradient import place_of, stages_of, stand_in
+from ..state.gradient import stand_in
 from ..state.materialize import State
+from ..state.stage_gradients import place_of, stages_of
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
