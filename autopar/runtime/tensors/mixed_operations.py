@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import in_backward, mark_mixed, was_mixed
-from ..compat.dtensor import gathered, new_results, operations_of_shards, or_whole, replicated, usual_operation
+from ..compat.dtensor import gathered, operations_of_shards, or_whole, replicated, usual_operation
 from ..compat.hooks import shard_operations
+from ..compat.torch_operations import new_results
 from ..errors import StateError
 from ..state.gradient import by_mesh, flat, on_each_mesh
 from ..state.stage_gradients import place_of

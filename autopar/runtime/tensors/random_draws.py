@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from ..comm.agreement import bounds_on_ranks
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
-from ..compat.dtensor import gathered, local_of, own_part, random_operations, replicated
+from ..compat.dtensor import gathered, local_of, own_part, replicated
 from ..compat.hooks import replaced, shard_operations
+from ..compat.torch_operations import random_operations
 from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
 from ..state.stage_gradients import stages_of

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..comm.norms import whole_norms
-from ..compat.dtensor import has_empty_part, local_of, loss_decompositions, on_whole_tensors, replicated, usual_operation, whole
+from ..compat.dtensor import has_empty_part, local_of, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
+from ..compat.torch_operations import loss_decompositions
 from ..state.gradient import flat, stage_norm
 
 _NO_SUMS = (

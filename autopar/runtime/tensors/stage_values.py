@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..compat.autograd import in_backward
 from ..compat.compile import is_traced
-from ..compat.dtensor import all_operations, local_of, operations_of_shards, replicated, usual_operation, whole
+from ..compat.dtensor import local_of, operations_of_shards, replicated, usual_operation, whole
 from ..compat.hooks import replaced, shard_operations
+from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
 from ..state.stage_gradients import Origins, StageGradients, combined, is_of_several, note_origins, origins_of, place_of
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..compat.autograd import apply, graph_of
-from ..compat.dtensor import collective_operations, whole
+from ..compat.dtensor import whole
 from ..compat.hooks import replaced, shard_operations
+from ..compat.torch_operations import collective_operations
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import stand_in
 from ..state.materialize import State

@@ -18,17 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import has_data
-from ..compat.dtensor import (
-    gathered,
-    in_place_operations,
-    local_of,
-    operations_of_shards,
-    or_whole,
-    own_part,
-    usual_operation,
-    view_in_place,
-)
+from ..compat.dtensor import gathered, local_of, operations_of_shards, or_whole, own_part, usual_operation, view_in_place
 from ..compat.hooks import shard_operations
+from ..compat.torch_operations import in_place_operations
 from ..errors import StateError
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree

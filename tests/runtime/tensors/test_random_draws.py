@@ -8,7 +8,8 @@ import torch
 from support.harness.rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.runtime.compat.dtensor import local_of, own_part, random_operations, strided_shard
+from autopar.runtime.compat.dtensor import local_of, own_part, strided_shard
+from autopar.runtime.compat.torch_operations import random_operations
 from autopar.runtime.device.mesh import MeshHandle
 from autopar.runtime.patches import apply_patches
 

@@ -7,7 +7,7 @@ import torch
 from support.harness.rank_pool import RankPool
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from autopar.runtime.compat.dtensor import in_place_operations
+from autopar.runtime.compat.torch_operations import in_place_operations
 from autopar.runtime.errors import StateError
 from autopar.runtime.patches import apply_patches
 

@@ -107,9 +107,9 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     from autopar.cost_models.hardware.stack_entries import software_stacks
-    from autopar.runtime.compat.dtensor import in_place_operations, random_operations
+    from autopar.runtime.compat.torch_operations import new_results
 
-    for find in (in_place_operations, random_operations, software_stacks):  # each rank would ask torch and the file itself: 0.1 s
+    for find in (new_results, software_stacks):  # each rank would ask torch and the file itself: 0.1 s
         find()
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     gc.collect()
