@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from autopar.solve.ilp.formulate import formulate_flows
-from autopar.solve.ilp.linear_model import Status, total
+from autopar.solve.ilp.linear_model import Status, add
 from autopar.solve.ilp.solver import solve
-from autopar.solve.problem.problem import Problem, StreamSeconds
+from autopar.solve.problem.problem import Problem
 
 
 def operation_bound(problem: Problem) -> float:
@@ -61,31 +61,23 @@ def ideal_seconds(problem: Problem) -> float:
 
 
 class FlowRelaxation:
-    """The linear relaxation of strategies and conversion flows, without memory and state. `main`: seconds of the calls; `shared`:
-    those on a link of the data axis. Of some `blocks` only: as `formulate_flows`."""
+    """The linear relaxation of strategies and conversion flows, without memory and state. `main`: seconds of the calls. Of some
+    `blocks` only: as `formulate_flows`."""
 
     def __init__(self, problem: Problem, blocks: Collection[str] | None = None) -> None:
         self.problem, self.blocks = problem, problem.blocks.keys() if blocks is None else blocks
         self.form = formulate_flows(problem, blocks)
         self.main: dict[int, float] = {}
-        self.shared: dict[int, float] = {}
         for name in self.blocks:
             count = float(problem.graph.count(name) * problem.micro_batches) / self.form.second_unit
             for column, seconds, _ in self.form.priced_columns(name):
-                self._spend(column, seconds, count)
+                add(self.main, {column: count * (seconds.forward + seconds.backward)})
 
-    def _spend(self, variable: int, seconds: StreamSeconds, count: float) -> None:
-        self.main[variable] = self.main.get(variable, 0.0) + count * (seconds.forward + seconds.backward)
-        shared = seconds.forward_shared + seconds.backward_shared
-        if shared:
-            self.shared[variable] = self.shared.get(variable, 0.0) + count * shared
-
-    def bound(self, time_limit_seconds: float, weight: float = 1.0) -> float:
-        """Return a bound below ``weight x main + (1 - weight) x shared`` of every plan: seconds of the calls, and seconds that
-        their collectives occupy a link of the data axis. `operation_bound` where time ends first."""
+    def bound(self, time_limit_seconds: float) -> float:
+        """Return a bound below the seconds of the calls in every plan. `operation_bound` where time ends first."""
         model = self.form.model
         model.cost = [0.0] * model.variables
-        model.minimise(total((weight, self.main), (1 - weight, self.shared)))
+        model.minimise(self.main)
         outcome = solve(model, relaxed=True, time_limit_seconds=time_limit_seconds)
-        least = weight * sum(_block_seconds(self.problem, name) for name in self.blocks)
+        least = sum(_block_seconds(self.problem, name) for name in self.blocks)
         return max(least, outcome.bound * self.form.second_unit) if outcome.status is Status.OPTIMAL else least

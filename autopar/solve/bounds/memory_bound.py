@@ -15,7 +15,7 @@ from autopar.cost_models.events.state_transfers import step_transfers, transfer_
 from autopar.cost_models.hardware.allocator import communicator_count, fragmentation, tensor_budget_bytes
 from autopar.solve.bounds.block_relaxation import BlockRelaxation, add_block
 from autopar.solve.bounds.call_state import own_parameters, sharded_state
-from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Status, Terms, total
+from autopar.solve.ilp.linear_model import INFINITY, LinearModel, Status, total
 from autopar.solve.ilp.solver import solve
 from autopar.solve.problem.boundary import CallKind
 from autopar.solve.problem.problem import Problem
@@ -37,19 +37,18 @@ def memory_bound(
     problem: Problem,
     blocks: Sequence[BlockRelaxation],
     micro_batches: int,
-    flow: Mapping[float, float],
+    flow_seconds: float,
     shape: PipelineShape = NO_PIPELINE,
 ) -> float:
-    """Seconds below every plan of `problem`'s mesh and state group in `micro_batches` (a multiple of the tables'). `flow`: bounds
-    of `FlowRelaxation` by their weight, at least for weight 1. Infinite where nothing fits.
+    """Seconds below every plan of `problem`'s mesh and state group in `micro_batches` (a multiple of the tables'); infinite where
+    nothing fits. `flow_seconds`: the bound of `FlowRelaxation`.
 
     Of a pipeline, below every partition of it and every schedule: the bottleneck stage takes at least as long as the stages do on
-    average, all stages together have so many times the memory, and one micro-batch is in flight at least. `flow` is of one
-    pipeline stage then.
+    average, all stages together have so many times the memory, and one micro-batch is in flight at least. `flow_seconds` are
+    of one pipeline stage then.
 
-    ``minimise t + optimizer``, where ``t >= wait + main + recomputation + beside compute`` (what overlaps compute slows it by
-    the contention, and what is exposed adds all of itself: `events.state_transfers`) and ``t >= state communication + shared``,
-    so for every weight ``t >= flow[weight] + weight x (wait + recomputation + beside compute) + (1 - weight) x communication``.
+    ``minimise t + optimizer``, where ``t >= wait + flow + recomputation + beside compute`` (what overlaps compute slows it by the
+    contention, and what is exposed adds all of itself: `events.state_transfers`) and ``t >= state communication``.
     In a pipeline any call may be at the end of a chunk, so all of it counts as overlapped; the weights that are gathered once
     arrive while a stage waits, and the last reductions of a chunk run beside the backward of another one, which slows nothing
     (`stage_times`).
@@ -58,13 +57,12 @@ def memory_bound(
     budget_bytes = tensor_budget_bytes(device, communicator_count(problem.mesh, problem.zero_group, stages)) * stages
     if budget_bytes <= 0:
         return INFINITY
-    flow = {weight: seconds * stages for weight, seconds in flow.items()}
-    flow_seconds = flow[1.0]
+    flow_seconds *= stages
     relaxation = _MemoryRelaxation(problem, micro_batches, budget_bytes, max(flow_seconds, 1e-9), pipelined=stages > 1)
     relaxation.add_states()
     for each in blocks:
         relaxation.add_block(each)
-    relaxation.add_flow_bounds(flow, shape)
+    relaxation.add_seconds(flow_seconds, shape)
     # state + (1 + fragmentation) * sum S * bytes <= budget
     relaxation.model.row(relaxation.memory, -INFINITY, 1.0)
     outcome = solve(relaxation.model, relaxed=True)
@@ -137,14 +135,13 @@ class _MemoryRelaxation:
         for name, (seconds, _) in block.recompute.items():
             self.recompute[r[name]] = block.calls * repeats * seconds / self.unit
 
-    def add_flow_bounds(self, flow: Mapping[float, float], shape: PipelineShape) -> None:
-        """Add the seconds of the calls, by weight of their main stream; what a stage waits for others; the optimizer."""
-        model, wait = self.model, shape.stages * shape.wait_seconds / self.unit
+    def add_seconds(self, flow_seconds: float, shape: PipelineShape) -> None:
+        """Add the seconds of the calls, with what a stage waits for others, and of the optimizer."""
+        model = self.model
         model.at_least(self.end, self.optimizer)
         for copied in self.offload.values():
             # t >= copies of a block's tensors to the host and back
             model.at_least(self.t, copied)
-        for weight, seconds in flow.items():
-            # t >= flow[weight] + weight x (wait + sum r * seconds + beside compute) + (1 - weight) x communication
-            terms: Terms = total((weight, self.recompute), (weight, self.beside_compute), (1 - weight, self.communication))
-            model.at_least(self.t, terms, seconds / self.unit + weight * wait)
+        # t >= wait + flow + sum r * seconds + beside compute
+        constant = (flow_seconds + shape.stages * shape.wait_seconds) / self.unit
+        model.at_least(self.t, total((1.0, self.recompute), (1.0, self.beside_compute)), constant)

@@ -21,10 +21,10 @@ from autopar.solve.tighten import BoundTask
 
 @dataclass(slots=True)
 class _Relaxations:
-    """The linear relaxations of a mesh that were solved: bounds of `FlowRelaxation` by weight, and seconds of single blocks.
+    """The linear relaxations of a mesh that were solved: the bound of `FlowRelaxation`, and seconds of single blocks.
     `all_blocks` once each of these was, `whole` once one of all was, `sharp` once nothing is left out."""
 
-    bounds: dict[float, float] = field(default_factory=dict)
+    flow_seconds: float = 0.0
     block_seconds: dict[str, float] = field(default_factory=dict)
     all_blocks: bool = False
     whole: bool = False
@@ -47,7 +47,6 @@ class _MeshBound:
     def __init__(self, state: SearchState, members: Sequence[SearchPoint]) -> None:
         self.state, self.members = state, members
         self.relaxations = _Relaxations()
-        self.flow: FlowRelaxation | None = None
 
     @cached_property
     def problem(self) -> Problem:
@@ -106,10 +105,10 @@ class _MeshBound:
     def _raise_flow_bound(self, step_seconds: float) -> None:
         """Take a bound without memory and state, and pass on what holds for smaller micro-batches too, as the prices for bounds
         do and those of a single point need not."""
-        bounds = self.relaxations.bounds
-        bounds[1.0] = max(bounds.get(1.0, 0.0), step_seconds)
+        relaxations = self.relaxations
+        relaxations.flow_seconds = max(relaxations.flow_seconds, step_seconds)
         if self.problem.cluster == self.state.cluster_for_bounds:
-            self.state.facts.learn_bound(self.problem, bounds[1.0])
+            self.state.facts.learn_bound(self.problem, relaxations.flow_seconds)
 
     def _bound_by_blocks(self, is_enough: Callable[[float], bool]) -> None:
         """Bound with the linear relaxations of single blocks, which are small."""
@@ -126,38 +125,34 @@ class _MeshBound:
         self._bound_by_memory(fully=False)
 
     def _bound_by_flow(self, fully: bool = False) -> None:
-        """Bound with the linear relaxation of placements, then with memory; and with what collectives and state send over one
-        link, which seldom says more. Unless `fully`, as long as that may prune some of the points, and of a large problem without
-        the last."""
+        """Bound with the linear relaxation of placements, then with memory. Unless `fully`, as long as that may prune some of the
+        points."""
         state, members, relaxations = self.state, self.members, self.relaxations
-        self.flow = self.flow or FlowRelaxation(self.problem)
         if not relaxations.whole:  # in no process
             relaxations.whole = True
-            state.facts.variables[self.problem.mesh] = self.flow.form.model.variables
-            self._raise_flow_bound(self.flow.bound(state.seconds_left()))
-            self._bound_by_memory(fully)
-        if fully or (state.any_open(members) and not state.is_large(members[0])):
+            flow = FlowRelaxation(self.problem)
+            state.facts.variables[self.problem.mesh] = flow.form.model.variables
+            self._raise_flow_bound(flow.bound(state.seconds_left()))
+        self._bound_by_memory(fully)
+        if state.any_open(members) and not state.is_large(members[0]):
             relaxations.sharp = True
-            if self.flow.shared:
-                relaxations.bounds[0.5] = self.flow.bound(state.seconds_left(), 0.5)
-            self._bound_by_memory(fully)
 
     def _bound_by_memory(self, fully: bool) -> None:
         """Raise each point to its `memory_bound` by the tables of its mesh."""
-        state, bounds = self.state, self.relaxations.bounds
+        state, flow_seconds = self.state, self.relaxations.flow_seconds
         for each in self.members:
-            each.raise_bound(bounds[1.0])
+            each.raise_bound(flow_seconds)
             above = each.bound_seconds >= state.best_seconds() if fully else state.is_pruned(each)
             if not each.done and not above:
                 grouped = with_zero_group(self.problem, each.point.zero_group)
-                each.raise_bound(memory_bound(grouped, self.blocks, each.point.micro_batches, bounds))
+                each.raise_bound(memory_bound(grouped, self.blocks, each.point.micro_batches, flow_seconds))
 
 
 def bound_by_flow(state: SearchState, each: SearchPoint, problem: Problem) -> None:
     """Bound one point by its linear relaxation, by its own tables."""
     if state.any_open([each]):
         bound = _MeshBound(state, (each,))
-        bound.problem, bound.relaxations.bounds[1.0] = problem, each.bound_seconds
+        bound.problem, bound.relaxations.flow_seconds = problem, each.bound_seconds
         bound._bound_by_flow()
 
 

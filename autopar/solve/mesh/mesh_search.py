@@ -117,7 +117,7 @@ class MeshSearch:
         problem = state.tables.problem(each.point)
         if unavoidable_shortage_bytes(problem) > 0:
             return
-        if memory_bound(replace(problem, zeros=(min(problem.zeros),)), (), each.point.micro_batches, {1.0: 0.0}) == inf:
+        if memory_bound(replace(problem, zeros=(min(problem.zeros),)), (), each.point.micro_batches, 0.0) == inf:
             return  # it would replicate what does not fit
         bound = each.bound_seconds
         state.solver(problem, each.solution).solve_without_memory(state.seconds_left())

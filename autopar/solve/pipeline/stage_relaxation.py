@@ -84,7 +84,7 @@ class StageRelaxation:
         """Return a bound with one micro-batch in flight, and no bubble but the first calls."""
         problem = with_zero_group(self.problem, point.zero_group)
         shape = PipelineShape(point.stages, self._wait_seconds(point.stages))
-        return memory_bound(problem, self.relaxed.blocks, point.micro_batches, {1.0: self.relaxed.flow_seconds}, shape)
+        return memory_bound(problem, self.relaxed.blocks, point.micro_batches, self.relaxed.flow_seconds, shape)
 
     def _wait_seconds(self, stages: int) -> float:
         """Return the seconds that a stage waits, on average over the stages: behind s others, the first s calls at least."""

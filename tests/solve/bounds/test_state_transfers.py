@@ -47,9 +47,7 @@ def test_a_slow_network(micro_batches: int, tied: bool) -> None:
     precision, cluster = Precision("bfloat16", "float32"), slow_node()
     problem = build_problem(graph, mesh_of(dp=4), cluster, precision, "adamw", default_registry(), micro_batches=micro_batches)
     problem = replace(problem, zeros=(3,))
-    relaxation = FlowRelaxation(problem)
-    flow = {weight: relaxation.bound(60, weight) for weight in (0.0, 0.5, 1.0)}
-    bound = memory_bound(problem, relax_blocks(problem), micro_batches, flow)
+    bound = memory_bound(problem, relax_blocks(problem), micro_batches, FlowRelaxation(problem).bound(60))
     solution = MeshSolution(GridPoint(problem.mesh))
     MeshSolver(graph, problem, (), 1e-7, solution).solve_with_memory(60)
     assert solution.plan is not None
