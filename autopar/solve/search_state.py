@@ -34,12 +34,11 @@ _WORTH_A_COPY = 2000
 
 @dataclass(slots=True, eq=False)
 class SearchPoint:
-    """A point of the grid: its solution so far, whether nothing remains to be done for it, the step of its warm start (0: it has
-    none), and why it was `left_out` where bounds do not prune it."""
+    """A point of the grid: its solution so far, whether nothing remains to be done for it, and why it was `left_out` where
+    bounds do not prune it."""
 
     solution: MeshSolution
     done: bool = False
-    warm_start_seconds: float = 0.0
     left_out: str = ""
 
     @property

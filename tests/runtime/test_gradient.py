@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.runtime.compat.modules import profiling
-from autopar.runtime.errors import StateError
+from autopar.runtime.errors import RuntimeProblem, StateError
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.state.gradient import Gradient, as_gradient, hooked, own
 from autopar.runtime.state.weight_source import fill_missing, named_state
@@ -141,6 +142,8 @@ def numbers_travel() -> None:
     file = io.BytesIO()
     torch.save({"norm": norm}, file)
     assert torch.load(io.BytesIO(file.getvalue()))["norm"].item() == pytest.approx(2.0)
+    with pytest.raises(RuntimeProblem, match=r"save parallel\.full_gradients\(\)"):  # its stage would be lost in the file
+        pickle.dumps(gradient)
 
 
 def test_numbers_of_a_stage_can_be_saved(ranks: RankPool) -> None:

@@ -90,6 +90,13 @@ class Gradient(DTensor):
         with torch.no_grad():
             self.to_local().copy_(value.to_local())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if place_of(self)[0] is not None:  # loaded again, its norm would be that of a stage
+            raise RuntimeProblem(
+                "a gradient of a stage of a pipeline cannot be pickled: save parallel.full_gradients(), which all ranks call"
+            )
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:  # torch's wants clones of this class
         values: Any = self.detach().clone()
         memo[id(self)] = out = as_gradient(values, self.stage, self.parameter_name)

@@ -87,7 +87,8 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     mesh = shards[0].device_mesh
     writes = op._schema.is_mutable
     of_weights = op._schema.name.removeprefix("aten::").removeprefix("_foreach_") in _OF_WEIGHTS
-    compared = not in_backward() and (writes or not of_weights)
+    penalty = torch.is_grad_enabled() and any(each.requires_grad for each in shards)  # its backward gives what each rank has
+    compared = not in_backward() and (writes or penalty or not of_weights)
     doing = "a write of an ordinary tensor into a sharded one" if writes else "an operation of a sharded and an ordinary tensor"
     if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0], doing):
         raise StateError(

@@ -13,7 +13,7 @@ the seconds of a backward's collective that gradients of weights hide. The rest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.events.memory_terms import STATE_FIELDS
@@ -38,27 +38,15 @@ class StateTerms:
     """Costs of one group of parameters that is gathered and reduced as one, as expressions over its w, z and u by name.
 
     Seconds: the fields of `StateCommunication` of the same names.
-    Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant. stages: the parts of
-    the expressions that are of one ZeRO stage, by its z.
+    Bytes: the fields of `StateMemory` of the same names, and buffer_bytes, the model's buffers, a constant.
     """
 
     expressions: dict[str, Expression] = field(default_factory=lambda: {name: {} for name in _STATE_TERMS})
-    stages: dict[int, StateTerms] = field(default_factory=dict)
     buffer_bytes: float = 0.0
 
     def __getitem__(self, name: str) -> Expression:
         # a later forward gathers what a backward does
         return self.expressions["gather_backward" if name == "gather_each" else name]
-
-
-@dataclass(frozen=True, slots=True)
-class CallBeside:
-    """A call in a pass beside the transfers of state of calls of one block: the columns of its `seconds` and of its main stream,
-    and the seconds that it overlaps by the z of that block."""
-
-    seconds: int
-    main: int
-    overlapped: Mapping[int, Expression]
 
 
 @dataclass(slots=True)
@@ -105,7 +93,7 @@ class Formulation:
     backward: per block the column of a call's seconds, and those on a link of the data axis. penalties: what the objective has
     beside seconds. storages: per block, where they are needed. overlap: h, per block, with the seconds of a
     unit (negative). boundary_saved: bytes saved of a tensor between calls, by the slots that may save it. excess,
-    uneven_excess: see `memory_events.add_memory_constraint`. calls_beside: see `memory_relaxation`.
+    uneven_excess: see `memory_events.add_memory_constraint`.
     """
 
     problem: Problem
@@ -125,7 +113,6 @@ class Formulation:
     overlap: dict[str, list[tuple[int, StreamSeconds]]] = field(default_factory=dict)
     excess: int = -1
     uneven_excess: int = -1
-    calls_beside: list[CallBeside] = field(default_factory=list)
 
     def priced_columns(self, name: str) -> Iterator[tuple[int, StreamSeconds, str]]:
         """Yield x, y and h of a block, and r, c and P where it has storages, with their seconds in one call, and the operation

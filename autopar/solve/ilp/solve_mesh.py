@@ -18,7 +18,6 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.formulation import Formulation
 from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.memory_events import add_memory_constraint
-from autopar.solve.ilp.memory_relaxation import relax_under_memory
 from autopar.solve.ilp.solver import solve, solve_large
 from autopar.solve.problem.divide_calls import divide_calls
 from autopar.solve.problem.forced_axes import MOST_REDUNDANT, why_disobeyed
@@ -156,12 +155,14 @@ class MeshSolver:
             margin += 1.02 * (self.result.plan.evaluation.peak_memory_bytes - self.problem.cluster.device.budget_bytes)
             form = self.program = self._formulate_with_memory(margin)
 
-    def relax_with_memory(self, time_limit_seconds: float, iterations: int | None = None) -> float | None:
+    def relax_with_memory(self, time_limit_seconds: float) -> float | None:
         """Return seconds below every plan that fits, also of plans that differ between equal calls: the linear relaxation of
-        `solve_with_memory` without the events inside of these. Infinite where nothing fits, None where the time or so many
-        `iterations` of the simplex method end."""
+        `solve_with_memory` without the events inside of these that count what others save. Infinite where nothing fits, None
+        where the time ends."""
         form = self._formulate_with_memory(0.0)
-        outcome = relax_under_memory(form, time_limit_seconds, iterations)
+        form.model.upper[form.uneven_excess] = inf
+        outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)
+        form.model.upper[form.uneven_excess] = 0.0
         if outcome.status is Status.INFEASIBLE:
             return inf
         self.program = form

@@ -37,13 +37,12 @@ def solve(
     time_limit_seconds: float | None = None,
     relative_gap: float = 1e-6,
     relaxed: bool = False,
-    iterations: int | None = None,
     nodes: int | None = None,
 ) -> Outcome:
     """Minimise the objective of a model. `relaxed` drops integrality: the root LP. Limits: see `call_solver`."""
 
     def call(name: SolverName) -> Outcome | None:
-        return _interruptible(partial(call_solver, model, name, relaxed, relative_gap, iterations, nodes, time_limit_seconds))
+        return _interruptible(partial(call_solver, model, name, relaxed, relative_gap, nodes, time_limit_seconds))
 
     outcome = call(solver)
     if outcome is None and solver == "highs":

@@ -33,14 +33,12 @@ def call_solver(
     solver: SolverName,
     relaxed: bool,
     relative_gap: float,
-    iterations: int | None = None,
     nodes: int | None = None,
     time_limit_seconds: float | None = None,
 ) -> Outcome | None:
-    """Minimise the objective of a model; `relaxed` drops integrality. It ends without an optimum at limits: counts, which are the
-    same on every machine, of the simplex `iterations` of a linear relaxation and the `nodes` of an integer program (None: no
-    limit), and the user's time limit. None where the solver gave up for numerical reasons (HiGHS' model status "unknown", which
-    OR-tools reports as an error)."""
+    """Minimise the objective of a model; `relaxed` drops integrality. It ends without an optimum at limits: so many `nodes` of an
+    integer program (None: no limit), a count that is the same on every machine, and the user's time limit. None where the solver
+    gave up for numerical reasons (HiGHS' model status "unknown", which OR-tools reports as an error)."""
     parameters = parameters_pb2.SolveParametersProto()
     parameters.highs.int_options.update(_ONE_THREAD)
     if time_limit_seconds is not None:
@@ -48,8 +46,6 @@ def call_solver(
     if relaxed and solver == "highs":
         # its presolve of flows takes longer than the simplex method without it: 11.4 and 6.6 s in all of T5-11B's
         parameters.presolve = parameters_pb2.EMPHASIS_OFF
-    if relaxed and iterations is not None:
-        parameters.iteration_limit = iterations
     if not relaxed:
         parameters.relative_gap_tolerance = relative_gap
         if nodes is not None:

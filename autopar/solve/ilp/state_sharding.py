@@ -213,23 +213,20 @@ def _state_terms(form: Formulation, group: Sequence[_StoredParameter], z: Mappin
         trained = total(*((1.0, each.elements[zero]) for each in trainable))
         extremes, trained_extremes = _extremes(parameters, sizes), _extremes(trainable, sizes)
         gathers, reductions = costs.state_price_bends(zero, problem.precision, optimizer_named(problem.optimizer))
-        stage = out.stages[column] = StateTerms()
         for field in ("gather_first", "gather_backward"):
-            terms.seconds(stage[field], partial(prices.seconds, field), elements, extremes, gathers)
+            terms.seconds(out[field], partial(prices.seconds, field), elements, extremes, gathers)
         each = ("reduce_each", "accumulate_seconds") if problem.micro_batches > 1 else ()
         for field in ("reduce_last", *each, "optimizer_seconds"):
             bends = reductions if field.startswith("reduce") else ()
-            terms.seconds(stage[field], partial(prices.seconds, field), trained, trained_extremes, bends)
+            terms.seconds(out[field], partial(prices.seconds, field), trained, trained_extremes, bends)
         if trained_extremes[1]:
-            add(stage["optimizer_seconds"], {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
+            add(out["optimizer_seconds"], {column: prices.optimizer_constant(len(trainable), matrices) / form.second_unit})
         memory = prices.cost(1.0, 1.0, len(parameters)).memory
-        terms.bytes(stage["parameters"], elements, memory.parameters)
-        terms.bytes(stage["optimizer"], trained, memory.optimizer)
+        terms.bytes(out["parameters"], elements, memory.parameters)
+        terms.bytes(out["optimizer"], trained, memory.optimizer)
         for field in STATE_FIELDS:
             of = elements if field.startswith("gathered") else trained
-            terms.bytes(stage[field], of, getattr(memory, field))
-        for field, expression in stage.expressions.items():
-            add(out[field], expression)
+            terms.bytes(out[field], of, getattr(memory, field))
     return out
 
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from autopar.cost_models.events.memory_terms import Of
 from autopar.cost_models.events.state_transfers import Edge, PassTransfers, step_transfers
-from autopar.solve.ilp.formulation import CallBeside, Expression, Formulation
+from autopar.solve.ilp.formulation import Expression, Formulation
 from autopar.solve.ilp.linear_model import Terms, add, total
 from autopar.solve.problem.boundary import CallKind
 from autopar.solve.problem.problem import BlockTable, StreamSeconds
@@ -97,10 +96,7 @@ def _play(form: Formulation, one: PassTransfers) -> _PassTerms:
             busy = total((1.0, busy), (1.0, states[kind]["accumulate_seconds"]), (1.0, accumulated))
         overlapped = total(*((float(each.overlaps), terms) for each, terms in beside))
         seconds += [(float(count) * (not each.overlaps), terms) for each, terms in beside]
-        t = _call_seconds(form, busy, overlapped, shared)
-        if any(overlapped.values()) and len({key.block for key in neighbours if key}) == 1:
-            form.calls_beside.append(CallBeside(next(iter(t)), main, _overlapped_by_stage(form, one, neighbours)))
-        seconds.append((float(count), t))
+        seconds.append((float(count), _call_seconds(form, busy, overlapped, shared)))
         transfers += [(float(count), terms) for _, terms in beside] + [(float(count), shared)]
     edges = [(each, states[kinds[0 if step > 0 else -1]], each.field) for each, step in zip(one.transfers, steps, strict=True)]
     if root is not None:
@@ -122,12 +118,3 @@ def _call_seconds(form: Formulation, main: Terms, overlapped: Terms, shared: Ter
     # t >= overlapped communication + what is exposed on the same physical link
     form.model.at_least(t, total((1.0, overlapped), (1.0, shared)))
     return {t: 1.0}
-
-
-def _overlapped_by_stage(form: Formulation, one: PassTransfers, neighbours: Sequence[CallKind | None]) -> dict[int, Expression]:
-    """Return what a call overlaps of its neighbours' transfers, calls of one block, by the z of the ZeRO stages of that."""
-    out: dict[int, Expression] = {}
-    for each, key in zip(one.transfers, neighbours, strict=True):
-        for z, state in form.states[key].stages.items() if key else ():
-            add(out.setdefault(z, {}), state[each.field], float(each.overlaps))
-    return out

@@ -20,35 +20,23 @@ from autopar.solve.search_state import SearchPoint, SearchState
 from autopar.solve.space.grid import GridPoint
 from autopar.solve.space.meshes import mesh_of
 
-_RELAXATION_ITERATIONS = 10_000
-"""Iterations of the linear relaxation of a large problem under memory: one that takes more keeps the bound that it has."""
-
-_SLOW_SHARE = 0.8
-"""The share of a slow problem's variables from which on problems count as slow too."""
-
-_MAX_WARM_START_RATIO = 1.12
-"""Warm start over best plan: a joint optimum is seldom faster than its warm start by more (DeepSeek-V3 on 256 H100: 1.11)."""
-
 
 @dataclass(frozen=True, slots=True)
 class _PointOutcome:
-    """The outcome of a point under memory in one process, whether it `ran` the ILP, and how large slow problems are."""
+    """The outcome of a point under memory in one process, and whether it `ran` the ILP."""
 
     solution: MeshSolution
     done: bool
     ran: bool
-    slow_variables: float
 
 
 class MeshSearch:
     """The search over meshes without pipeline stages. `memory_binds` once a plan that ignores memory turned out too large: from
-    then on problems are solved under memory only. `slow_variables`: the least size of a problem whose relaxation under memory
-    took too long."""
+    then on problems are solved under memory only."""
 
     def __init__(self, state: SearchState) -> None:
         self.state, self.bounds = state, MeshBounds(state)
         self.memory_binds = False
-        self.slow_variables = inf
 
     def solve_data_parallel(self) -> None:
         """Solve plain data parallelism over all devices, DDP and FSDP, in as few micro-batches as fit; not beside forced degrees,
@@ -81,11 +69,8 @@ class MeshSearch:
 
         order = [each for each in state.pending_points(points) if state.is_large(each)]
         with Lookahead(solve, state.options.processes) as ahead:
-            for each, solution in ahead.results(order, state.is_open, state.is_worth_a_copy):
-                if solution is None:
-                    continue
-                each.warm_start_seconds = solution.step_seconds or 0.0
-                if 0 < each.warm_start_seconds < state.best_seconds():
+            for _, solution in ahead.results(order, state.is_open, state.is_worth_a_copy):
+                if solution is not None and (solution.step_seconds or inf) < state.best_seconds():
                     yield solution
 
     def one_of_each(self, points: Sequence[SearchPoint]) -> list[SearchPoint]:
@@ -103,11 +88,9 @@ class MeshSearch:
         for each in state.pending_points(points):
             if not self.memory_binds and not state.is_pruned(each):
                 yield from self._solve_without_memory(each)
-        reads = lambda each: (state.best_seconds(), self.slow_variables)  # noqa: E731
-        with Lookahead(self._solved_with_memory, state.options.processes, reads) as ahead:
+        with Lookahead(self._solved_with_memory, state.options.processes, lambda each: state.best_seconds()) as ahead:
             for each, outcome in ahead.results(state.pending_points(points), state.is_open, state.is_worth_a_copy):
                 each.solution, each.done = outcome.solution, outcome.done
-                self.slow_variables = min(self.slow_variables, outcome.slow_variables)
                 if outcome.ran:
                     yield outcome.solution
 
@@ -141,7 +124,7 @@ class MeshSearch:
 
     def _solved_with_memory(self, each: SearchPoint) -> _PointOutcome:
         ran = self._solve_with_memory(each)
-        return _PointOutcome(each.solution, each.done, ran, self.slow_variables)
+        return _PointOutcome(each.solution, each.done, ran)
 
     def _solve_with_memory(self, each: SearchPoint) -> bool:
         """Solve under the memory constraint, and return whether the ILP ran. Before that the sharper bound of this number of
@@ -153,16 +136,7 @@ class MeshSearch:
             bound_by_flow(state, each, problem)
         solver = state.solver(problem, each.solution)
         if state.is_large(each) and not state.is_pruned(each):
-            variables = state.facts.variables[each.point.mesh]
-            hopeless = each.warm_start_seconds > _MAX_WARM_START_RATIO * state.best_seconds()
-            if hopeless or variables >= self.slow_variables:
-                return False  # it stays with the bound that it has
-            left = state.seconds_left()
-            relaxed_seconds = solver.relax_with_memory(left, None if state.forced else _RELAXATION_ITERATIONS)
-            if relaxed_seconds is None and state.best is not None:
-                self.slow_variables = _SLOW_SHARE * variables
-                return False
-            each.raise_bound(relaxed_seconds or 0.0)
+            each.raise_bound(solver.relax_with_memory(state.seconds_left()) or 0.0)
         if state.is_pruned(each):
             return False
         solver.solve_with_memory(state.seconds_left(), state.cutoff_seconds())

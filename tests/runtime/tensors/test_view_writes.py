@@ -82,6 +82,10 @@ def what_is_said() -> list[str]:
     said.append(str(caught.value))
     with pytest.raises(StateError, match="ranks have different tensors in aten.mm.default with a parallel model's parameter"):
         shards @ torch.full((4, 4), float(torch.distributed.get_rank()))
+    own = torch.full((4, 4), float(torch.distributed.get_rank()))
+    with pytest.raises(StateError, match="ranks have different tensors in aten.mul.Tensor"):
+        torch.nn.Parameter(shards) * own  # a penalty, whose gradient each rank would have of its own
+    assert (shards * own).shape == (4, 4)  # an average
     with pytest.raises(StateError, match="pass the same on every rank, that of the global batch"):
         shards[torch.tensor([torch.distributed.get_rank()])]
     with pytest.raises(RuntimeError, match="leaf Variable") as leaf:

@@ -99,19 +99,6 @@ def test_the_bound_is_below_every_division(seq: int, width: int) -> None:
     assert better
 
 
-def test_no_layer_hides_the_transfers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relaxation that mixes ZeRO stages would: it is cut."""
-    problem = problem_of_calls(128, 1024)
-    peaks = sorted({round(each.peak_memory_bytes) for _, each in priced_plans(problem)})
-    tight = [with_memory(problem, (low + high) / 2) for low, high in pairwise(peaks)]
-    cut = [relaxation(each) for each in tight]
-    monkeypatch.setattr("autopar.solve.ilp.memory_relaxation._add_cuts", lambda *_: False)
-    ratios = [one / other for one, other in zip(cut, map(relaxation, tight), strict=True) if one and other]
-    assert len(ratios) == len(tight)
-    assert min(ratios) >= 1 - 1e-9
-    assert max(ratios) > 1.004
-
-
 def test_what_a_layer_needs_alone_has_to_fit() -> None:
     """Whatever the layers before it save: a hair below the least peak, plans that treat layers differently do not help."""
     problem = problem_of_calls(128, 1024)

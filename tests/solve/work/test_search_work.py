@@ -81,15 +81,6 @@ def _memory_model():
     return form.model
 
 
-def test_iterations_end_a_relaxation() -> None:
-    """The point keeps the bound that it has."""
-    problem = _problem()
-    solver = MeshSolver(problem.graph, problem, (), 1e-4, MeshSolution(GridPoint(problem.mesh), bound_seconds=1e-3))
-    assert solver.relax_with_memory(60.0, iterations=3) is None
-    assert solver.result.bound_seconds == 1e-3
-    assert solver.relax_with_memory(60.0) == solver.result.bound_seconds > 1e-3
-
-
 def test_a_program_under_memory_is_relaxed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its relaxation is not solved again, and the plan is the same."""
     monkeypatch.setattr(ilp, "_LARGE_MODEL", 1)
