@@ -174,10 +174,10 @@ def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> Non
     canonical.autopar_place = (stage, name)  # type: ignore[attr-defined]
 
     def wrap(parameter: torch.Tensor) -> None:
-        gradient, own = parameter.grad, parameter.data
-        if isinstance(gradient, DTensor) and isinstance(own, DTensor) and isinstance(parameter, nn.Parameter):
-            placed = gradient.placements == own.placements  # or gathered by what it was computed with
-            parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=own.placements))
+        gradient, data = parameter.grad, parameter.data
+        if isinstance(gradient, DTensor) and isinstance(data, DTensor) and isinstance(parameter, nn.Parameter):
+            placed = gradient.placements == data.placements  # or gathered by what it was computed with
+            parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=data.placements))
 
     wrap.autopar = True  # type: ignore[attr-defined]
     if canonical.requires_grad:

@@ -81,11 +81,8 @@ def _memory_events(form: Formulation, memory: BlockMemoryTerms) -> Iterator[_Eve
     for index, backward in _undominated_calls(boundary):
         equals = problem.graph.count(boundary.call_kinds[index].block) > 1
         for event in step.backward if backward else (step.forward,):
-            if event.at_shared_sum and (index or not shared):
-                continue
-            yield from (_Event(total((1.0, base), (1.0, row)), constant, equals) for row in calls.rows(event, index))
-            if equals:
-                yield from (_Event(total((1.0, base), (1.0, row)), constant) for row in calls.rows(event, index, alone=True))
+            if not event.at_shared_sum or (shared and not index):
+                yield from (_Event(total((1.0, base), (1.0, row)), constant, equals) for row in calls.rows(event, index))
     yield from (_Event(total((1.0, fixed), (1.0, row)), constant) for row in calls.rows(step.end, 0))
     # what all calls save is there together at the end of the last forward, whatever plans they have
     yield _Event(total((1.0, base), (1.0, calls.saved())), constant)
@@ -108,10 +105,9 @@ class _CallTerms:
         """Return what all calls save."""
         return _saved_until(self.form, self.memory, self.last_savers, len(self.kinds) - 1)
 
-    def rows(self, event: EventTerms, index: int, alone: bool = False) -> Iterator[Expression]:
-        """Yield what is there at an event of a call, with each of the terms of which the largest counts; `alone`: without what
-        other calls have saved, which is less than there is, whatever plans they have."""
-        row = self.sum(event.terms, index, alone)
+    def rows(self, event: EventTerms, index: int) -> Iterator[Expression]:
+        """Yield what is there at an event of a call, with each of the terms of which the largest counts."""
+        row = self.sum(event.terms, index)
         if not event.largest:
             yield row
         for number, term in enumerate(event.largest):
@@ -120,14 +116,12 @@ class _CallTerms:
             if number == 0 or term.of is not Of.NEXT or following not in ([], [self.kinds[index]]):
                 yield total((1.0, row), (1.0, self._terms(term, index)))
 
-    def sum(self, terms: Iterable[Term], index: int, alone: bool = False) -> Expression:
+    def sum(self, terms: Iterable[Term], index: int) -> Expression:
         """Return the sum of terms at a call."""
-        return total(*((each.weight, self._terms(each, index, alone)) for each in terms))
+        return total(*((each.weight, self._terms(each, index)) for each in terms))
 
-    def _terms(self, term: Term, index: int, alone: bool = False) -> Terms:
+    def _terms(self, term: Term, index: int) -> Terms:
         field, of, kinds = term.field, term.of, self.kinds
-        if field == "latest" and alone:
-            return self.memory.internal_saved[kinds[index].block] if of is Of.UNTIL else {}
         if field == "earlier":
             return {}  # there is no pipeline here
         if field == "latest":

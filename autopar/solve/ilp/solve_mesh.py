@@ -157,8 +157,7 @@ class MeshSolver:
 
     def relax_with_memory(self, time_limit_seconds: float) -> float | None:
         """Return seconds below every plan that fits, also of plans that differ between equal calls: the linear relaxation of
-        `solve_with_memory` without the events inside of these that count what others save. Infinite where nothing fits, None
-        where the time ends."""
+        `solve_with_memory` without the events inside of these. Infinite where nothing fits, None where the time ends."""
         form = self._formulate_with_memory(0.0)
         form.model.upper[form.uneven_excess] = inf
         outcome = solve(form.model, relaxed=True, time_limit_seconds=time_limit_seconds)

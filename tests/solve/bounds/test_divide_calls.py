@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations
-from math import inf
 
 import pytest
 from solve.test_joint import NODE, problem_of, with_memory
@@ -97,14 +96,6 @@ def test_the_bound_is_below_every_division(seq: int, width: int) -> None:
         better += best < min(each.step_seconds for _, each in plans if each.peak_memory_bytes <= limit) * (1 - 1e-6)
         assert result.bound_seconds <= best * (1 + 1e-9)
     assert better
-
-
-def test_what_a_layer_needs_alone_has_to_fit() -> None:
-    """Whatever the layers before it save: a hair below the least peak, plans that treat layers differently do not help."""
-    problem = problem_of_calls(128, 1024)
-    least = min(each.peak_memory_bytes for _, each in priced_plans(problem))
-    assert relaxation(with_memory(problem, least)) not in (None, inf)
-    assert relaxation(with_memory(problem, 0.998 * least)) == inf
 
 
 def test_a_mesh_keeps_its_bound_where_equal_layers_do_not_fit() -> None:
