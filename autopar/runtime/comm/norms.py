@@ -32,8 +32,17 @@ def whole_norms(tensors: Sequence[DTensor], order: float = 2.0) -> torch.Tensor:
 
 def norm_over_ranks(norms: torch.Tensor, order: float, group: dist.ProcessGroup) -> torch.Tensor:
     """The norms of what the ranks of a group have together, from the norms of their parts."""
-    extreme = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-    has_powers = order != 0 and not math.isinf(order)  # of order 0 it is a count
-    powers = norms.pow(order) if has_powers else norms.clone()
-    dist.all_reduce(powers, extreme if math.isinf(order) else dist.ReduceOp.SUM, group)
-    return powers.pow(1.0 / order) if has_powers else powers
+    if math.isinf(order):
+        return extremes_over_ranks(norms, order > 0, group)
+    powers = norms.pow(order) if order else norms.clone()  # of order 0 it is a count
+    dist.all_reduce(powers, dist.ReduceOp.SUM, group)
+    return powers.pow(1.0 / order) if order else powers
+
+
+def extremes_over_ranks(values: torch.Tensor, largest: bool, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest of the ranks' values, or the smallest, and NaN where a rank has NaN, as torch's `amax`. gloo and NCCL leave
+    NaN out, or not, by the order of the ranks."""
+    lost, sign = values.isnan(), 1 if largest else -1
+    rows = torch.stack((torch.where(lost, 0.0, values * sign), lost.to(values.dtype)))
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group)
+    return torch.where(rows[1] > 0, math.nan, rows[0] * sign)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..comm.norms import norm_over_ranks
+from ..comm.norms import extremes_over_ranks, norm_over_ranks
 from ..compat.dtensor import local_of
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
@@ -88,6 +88,11 @@ class StageGradients:
         """The norm of the norms of all stages; of order 1 the sum of any numbers."""
         with watched(self.heartbeat, _NORM_OF_ALL):
             return norm_over_ranks(number.double(), order, self.mesh.group(self.mesh.pp.name)).to(number.dtype)
+
+    def extreme_over_stages(self, number: torch.Tensor, largest: bool) -> torch.Tensor:
+        """The largest of the numbers of all stages, or the smallest."""
+        with watched(self.heartbeat, _NORM_OF_ALL):
+            return extremes_over_ranks(number.double(), largest, self.mesh.group(self.mesh.pp.name)).to(number.dtype)
 
     def has_all(self, names: set[str]) -> bool:
         """Return whether these are all parameters of this stage, or all that have gradients. Not of a stage with one parameter,

@@ -1,5 +1,6 @@
 """Values computed of the parameters and gradients of a stage of a pipeline, which has only its own. Of one of them each is right;
-a sum or a norm over all of them is that of all stages once it is read, and all else of several together is refused.
+a sum over all of them is that of all stages once it is read, a norm or extreme at once, and all else of several together is
+refused.
 
 What each DTensor was computed of is noted operation by operation. The program's own calls take shards, and do not come here.
 """
@@ -25,6 +26,8 @@ from ..state.stage_gradients import Origins, StageGradients, combined, is_of_sev
 
 _JOINS = frozenset(("cat", "stack"))
 _NORMS = frozenset(("linalg_vector_norm", "norm"))
+_LARGEST = frozenset(("any", "max", "amax"))
+_SMALLEST = frozenset(("all", "min", "amin"))
 _MULTIPLES = frozenset(("mul", "div", "neg", "clone", "to_copy"))
 _ELEMENT_BY_ELEMENT = _JOINS | {"copy_", "_to_copy", "_unsafe_view", "fill_", "zero_"}
 """Operations that keep elements apart, beside those with a tag of torch that says so, views, and those without values."""
@@ -87,8 +90,8 @@ def _follow(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: A
     if pending and not penalty:
         return _follow(usual, op, *tree_map_only(DTensor, _of_all_stages, (args, kwargs)))
     several = any(map(is_of_several, found))
-    if several and word in _NORMS and not penalty:
-        return _norm_of_all_stages(usual, op, args, kwargs)
+    if several and not penalty and (word in _NORMS or (word in _LARGEST | _SMALLEST and op._overloadname == "default")):
+        return _reduced_over_stages(usual, op, word, args, kwargs)
     if pending or (several and not _keeps_elements(op, word, args)):
         raise combined("a number" if word == _READS else word.strip("_"))
     result = usual(op, args, kwargs)
@@ -173,13 +176,18 @@ def _of_all_stages(value: DTensor) -> DTensor:
     return total
 
 
-def _norm_of_all_stages(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: Any) -> DTensor:
-    stage, norm = _stage_of_all(args[0]), usual(op, args, kwargs)
-    if norm.numel() > 1 or _counts_twice(origins_of(args[0])):
-        raise combined("a norm")
-    order = next(iter(args[1:2]), kwargs.get("ord", kwargs.get("p")))
-    number = local_of(norm).as_subclass(torch.Tensor)
-    return replicated(stage.over_stages(number, 2.0 if order is None else float(order)), args[0].device_mesh)
+def _reduced_over_stages(usual: Callable[[Any, Any, Any], Any], op: Any, word: str, args: Any, kwargs: Any) -> DTensor:
+    """A norm or an extreme of all parameters of all stages."""
+    stage, result = _stage_of_all(args[0]), usual(op, args, kwargs)
+    if result.numel() > 1 or (word in _NORMS and _counts_twice(origins_of(args[0]))):
+        raise combined("a norm" if word in _NORMS else word)
+    number = local_of(whole(result)).as_subclass(torch.Tensor)
+    if word in _NORMS:
+        order = next(iter(args[1:2]), kwargs.get("ord", kwargs.get("p")))
+        number = stage.over_stages(number, 2.0 if order is None else float(order))
+    else:
+        number = stage.extreme_over_stages(number, word in _LARGEST)
+    return replicated(number, args[0].device_mesh)
 
 
 def _stage_of_all(value: torch.Tensor) -> StageGradients:
@@ -187,7 +195,7 @@ def _stage_of_all(value: torch.Tensor) -> StageGradients:
     origins = origins_of(value)
     ((stage, _), *_) = origins
     if stage is None or {own for own, _ in origins} != {stage} or not stage.has_all({name for _, name in origins}):
-        raise combined("a sum or norm of some of them")
+        raise combined("a sum, norm or extreme of some of them")
     return stage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -44,6 +45,20 @@ def norms_of_all_orders() -> list[str]:
         if not torch.allclose(total, expected, rtol=1e-6):
             wrong.append(f"order {order}: {total} and {expected} of all")
     return wrong
+
+
+def norms_with_nan() -> None:
+    """On a rank: NaN in any place is in the norm, as torch has it; collectives leave it out, or not, by the rank."""
+    for row, order in itertools.product((0, -1), (math.inf, -math.inf, 2.0)):
+        whole, shards = gradients()
+        place = next(number for number, each in enumerate(shards) if Shard(0) in each.placements and len(whole[number]) > 4)
+        for each in (whole, shards):
+            each[place][row] = math.nan
+        assert all(nn.utils.get_total_norm(each, order).isnan() for each in (whole, shards)), (row, order)
+
+
+def test_nan_is_in_the_norm(ranks: RankPool) -> None:
+    ranks.run(norms_with_nan, world=4)
 
 
 def test_norms_are_those_of_whole_tensors(ranks: RankPool) -> None:
@@ -135,6 +150,23 @@ def norms_of_stages() -> None:
             torch.testing.assert_close(total(values).item(), factor * of_gradients.item())
             with pytest.raises(RuntimeProblem, match=r"norm of some of .* parallel.clip_grad_norm_"):
                 total(values[1:])
+    lost = [each.clone() for each in gradients]
+    if parallel.program.mesh.pp.coordinate:
+        lost[-1][-1] = math.nan  # one stage has it
+    for values in ([each.clone() for each in gradients], lost):
+        expected_values = [each.grad.clone() for each in used]
+        if values is lost:
+            expected_values[-1][-1] = math.nan
+        for read in (
+            lambda each: torch.stack([value.abs().max() for value in each]).max(),
+            lambda each: torch.cat([value.flatten() for value in each]).amin(),
+            lambda each: torch.stack([value.isnan().any() for value in each]).any(),
+            lambda each: torch.stack([value.isfinite().all() for value in each]).all(),
+            lambda each: nn.utils.get_total_norm(each, math.inf),
+        ):
+            torch.testing.assert_close(read(values).item(), read(expected_values).item(), equal_nan=True)
+    with pytest.raises(RuntimeProblem, match=r"of which a stage of a pipeline has only its own"):
+        torch.stack([value.abs().max() for value in gradients[1:]]).max()
     for each in gradients:  # of one parameter at a time: any combination is right
         ratio = each.norm() / (each.clone().norm() + (each * 0.5).norm())
         assert ratio.item() == pytest.approx(1 / 1.5)

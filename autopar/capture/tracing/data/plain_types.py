@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
 def _module_names(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of modules that hold the code of these values, and of functions in dictionaries."""
     for value in values.values():
-        if type(value) is dict:  # others may import what they are asked for
+        if type(value) is dict and value is not vars(builtins):  # other mappings may import what they are asked for
             yield from (each.__module__ for each in value.values() if isinstance(each, FunctionType))
         value = value.func if isinstance(value, partial) else value
         if isinstance(value, ModuleType):
