@@ -12,6 +12,7 @@ Conversions of several tensors are one flat collective for each kind, reduction 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from ..compat.autograd import alias, apply
 from ..compat.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait_tensor
+from ..compat.unread_outputs import marked_one_by_one
 from ..device.axis import AxisHandle, place_in
 from .conversions import AxisOperation, apply_locally, join_shards, parse_conversion, result_shape, split_shards
 from .uneven import convert_uneven
@@ -62,7 +64,15 @@ def convert_many(xs: Sequence[torch.Tensor], axis: AxisHandle, text: str | Seque
         return tuple(convert(x, axis, each) for x, each in zip(xs, texts, strict=True))
     if axis.shares:
         return tuple(convert_uneven(x, axis, each) for x, each in zip(xs, texts, strict=True))
-    return apply(_Convert, texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
+    with marked_one_by_one(_order_of_use(texts, xs)) if torch.compiler.is_compiling() else nullcontext():
+        return apply(_Convert, texts, axis.size, axis.coordinate, axis.group_name, *xs)  # type: ignore[no-any-return]
+
+
+def _order_of_use(texts: Sequence[str], xs: Sequence[torch.Tensor]) -> list[int]:
+    """Return the places of the tensors as the forward comes to them: those that communicate, then the others."""
+    operations = [parse_conversion(text)[0] for text in texts]
+    communicating = [place for places in _coalesced(operations, xs) for place in places]
+    return [*communicating, *(place for place in range(len(xs)) if place not in communicating)]
 
 
 class PendingConversion(NamedTuple):

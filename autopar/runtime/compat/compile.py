@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .async_tp import Groups, async_tp_settings
 from .hooks import replaced
+from .unread_outputs import with_unread_outputs
 
 _RECOMPUTED = "autopar.recompute"
 _ELSEWHERE = "autopar.saved_elsewhere"
@@ -93,9 +94,11 @@ class BlockBackend:
         whole = replaced(scalars, "_is_tensorify_enabled", lambda: False)
         with whole, patch(autograd_cache_allow_custom_autograd_functions=True):
             if self.compilations is None or self.backend is not compiler_named("inductor"):
-                return compile()
-            with patch(force_non_lazy_backward_lowering=True):  # what is compiled now is what other ranks get
-                return self.compilations(graph, inputs, f"{marks} {sorted(self.groups)}", compile)
+                compiled = compile()
+            else:
+                with patch(force_non_lazy_backward_lowering=True):  # what is compiled now is what other ranks get
+                    compiled = self.compilations(graph, inputs, f"{marks} {sorted(self.groups)}", compile)
+        return with_unread_outputs(graph, compiled) if trains else compiled
 
     def _compiled(self, graph: fx.GraphModule, inputs: Any) -> Any:
         """Compile; inductor then starts each collective as soon as its operand is there, and waits for it when all else that is

@@ -162,8 +162,8 @@ def one_task_a_step(force: str) -> None:
     if "pp=" in force:
         assert "from a loss outside of the program" in refusal(lambda: parallel_of(TwoHeads(), force, (x,)))
         return
-    plain, parallel = TwoHeads(), parallel_of(TwoHeads(), force, (x,))
-    for model in (plain, parallel):
+    plain, *others = TwoHeads(), *(parallel_of(TwoHeads(), force, (x,), compile=how) for how in (False, "aot_eager"))
+    for model in (plain, *others):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         for task in (0, 0, 1, 0):
             model(x)[task].square().mean().backward()
@@ -171,9 +171,9 @@ def one_task_a_step(force: str) -> None:
             assert {name.partition(".")[0] for name in without} == {("second", "first")[task]}
             optimizer.step()
             optimizer.zero_grad()
-    state = parallel.full_state()
-    for name, expected in plain.state_dict().items():
-        same(state[name], expected)
+    for state in [each.full_state() for each in others]:
+        for name, expected in plain.state_dict().items():
+            same(state[name], expected)
 
 
 def autocast_with_batch_norm(force: str) -> None:
