@@ -88,6 +88,13 @@ class PlainModel:
         """Fetch the tensors of the state that the program does not have (every rank calls it)."""
         wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
         self.unused = {name: whole_weight(source(name)).clone() for name in wanted}
+        if parameters := [name for name in wanted if name in self.parameter_kinds]:
+            further = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+            warnings.warn(
+                f"{parameters[0]}{further}, which no forward uses, is not in parallel.parameters(): positions in it are others "
+                "than in that of the plain model; choose parameters by name",
+                stacklevel=2,
+            )
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.harness.habits import (  # noqa: F401
     ROWS,
+    cluster,
     one_step,
     parallel_of,
     refusal,
@@ -20,6 +21,8 @@ from support.harness.habits import (  # noqa: F401
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+import autopar
 
 Draw = Callable[[nn.Parameter], Any]
 
@@ -222,6 +225,11 @@ def average_a_model_with_unused_parameters(plan: str) -> str:
     with torch.no_grad():
         said = refusal(lambda: [mean.lerp_(p, 0.1) for mean, p in zip(net().parameters(), parallel.parameters(), strict=False)])
     return ROWS["average_a_model_with_unused_parameters"][1] if staged(parallel) else said
+
+
+def positions_with_unused_parameters(plan: str) -> str:
+    """Learning rates by positions in the list of parameters."""
+    return warning_of(lambda: autopar.parallelize(net(), cluster(), batch(), plan=plan))
 
 
 def copy_both_ways(plan: str) -> None:
