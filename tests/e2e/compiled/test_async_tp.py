@@ -33,8 +33,7 @@ from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.runtime import collectives as C
 from autopar.runtime.comm import async_tp
-from autopar.runtime.comm.async_tp import async_tp_groups
-from autopar.runtime.comm.async_tp_products import all_gather_products, product_reduce_scatter
+from autopar.runtime.comm.async_tp import all_gather_products, async_tp_groups, product_reduce_scatter
 from autopar.runtime.compat.async_tp import AsyncTpGroup, fuse
 from autopar.runtime.compat.compile import BlockBackend, compiler_named
 from autopar.runtime.device.axis import AxisHandle
