@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.cost_models.compute.convolutions import Convolution, convolution, convolution_flops_per_second
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
+    Convolution,
     attention_seconds,
+    convolution,
+    convolution_flops_per_second,
     fresh_page_seconds,
     operation_seconds,
     product_memory_seconds,
