@@ -54,8 +54,7 @@ from autopar.plan_inputs import (
 )
 from autopar.planning import make_plan, plan, plan_with
 from autopar.precision import PrecisionLike, compute_dtype_of
-from autopar.program.build import build_program
-from autopar.program.proof import require_proof
+from autopar.program.build import build_program, require_proof
 from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import on_first_rank, require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.async_tp import async_tp_groups

@@ -37,9 +37,8 @@ from autopar.precision import PrecisionLike, precision_of
 from autopar.runtime.progress import advance, working
 from autopar.software.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
-from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.candidate import may_seed, price_configuration, with_seeds
 from autopar.solve.fixed.configuration import configuration_of
-from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Lookahead
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of

@@ -1,4 +1,5 @@
-"""The way from a plan to a running program: the one place that lowers a candidate, renders its text and loads it.
+"""The way from a plan to a running program: the one place that lowers a candidate, renders its text and loads it, or has it
+judged by the checker.
 
 The text is the same that is imported and run, and depends on the lowered program only: one class per distinct block, then the
 program, which calls them with a loop over layers.
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from autopar.checker.certificate import Certificate, certify
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
+from autopar.ir.plan_file.plan_file import Plan
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
 from autopar.program.block_source import INDENT, block_class_lines
@@ -104,3 +107,21 @@ def _program_class(lowered: Lowered) -> list[str]:
         *(f"{INDENT * 2}{line}" for line in writer.forward_lines),
         f"{INDENT * 2}return {return_values((names[value] for value in lowered.graph.results), lowered.outputs)}",
     ]
+
+
+def prove_program(plan: Plan) -> Certificate:
+    """The certificate of the text that ranks run under a plan."""
+    text = program_text(plan.graph, plan.candidate)
+    return certify(text, plan.graph, plan.candidate, plan.to_json(), plan.document.optimizer)
+
+
+def require_proof(plan: Plan, further: tuple[Graph, Candidate] | None = None, uneven: bool = False) -> None:
+    """PlanError where the program is not proven equal to the model; or a `further` one, of calls of another kind, which shares
+    the weights of the plan's."""
+    if further is None:
+        certificate = prove_program(plan)
+    else:
+        text = program_text(*further, uneven=uneven)
+        certificate = certify(text, *further, first=program_text(plan.graph, plan.candidate))
+    if not certificate.holds:
+        raise PlanError(f"the program is {certificate.line()}; run it without proof=True, and report this line")

@@ -6,7 +6,7 @@ from re import compile as pattern
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
-from autopar.schedules.list_builders import builder_named
+from autopar.schedules.pipeline_schedule import builder_named
 
 _CHUNK = pattern(r"^(\d+)[A-Z]")
 """The chunk of an action alone: the text of a long schedule is not parsed for that."""

@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.partition_saved import saving_everything
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.solve.fixed.baselines import PricedRecipe
-from autopar.solve.fixed.seeds import may_seed
+from autopar.solve.fixed.candidate import may_seed
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import Fastest, PlanResult
 from autopar.solve.space.options import SearchOptions

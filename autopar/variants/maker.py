@@ -25,8 +25,7 @@ from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.program.build import build_program
-from autopar.program.proof import require_proof
+from autopar.program.build import build_program, require_proof
 from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.comm.agreement import on_first_rank

@@ -24,9 +24,8 @@ from autopar.software.search import FEW, rank
 from autopar.software.space import recipe_space
 from autopar.software.stacks import written_by
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
-from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.candidate import price_configuration, with_seeds
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.plan_of_result import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of

@@ -18,7 +18,7 @@ from autopar.software.pricer import Pricer
 from autopar.software.search import Ranking
 from autopar.software.stage_points import stage_mesh, stage_point, stage_seed
 from autopar.solve.fixed.baselines import RECIPES, baselines
-from autopar.solve.fixed.seeds import with_seeds
+from autopar.solve.fixed.candidate import with_seeds
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of

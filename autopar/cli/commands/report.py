@@ -67,7 +67,7 @@ def _searched(plan: Plan, arguments: argparse.Namespace, console: Console) -> li
 
 def _trace(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
     from autopar.report.chrome_trace import chrome_trace, measured_events
-    from autopar.report.facts import plan_timeline
+    from autopar.report.page import plan_timeline
 
     _, timeline = plan_timeline(plan)
     trace = chrome_trace(plan, timeline)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES
 from autopar.ir.plan import OFFLOAD_DEVICES
-from autopar.schedules.list_builders import INTERLEAVED, builder_named
+from autopar.schedules.pipeline_schedule import INTERLEAVED, builder_named
 
 AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
 DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
