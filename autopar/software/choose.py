@@ -8,8 +8,7 @@ from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.errors import AutoparError, Infeasible
 from autopar.software.configuration import Workload
 from autopar.software.files.text import text_of
-from autopar.software.jobs import workload_of
-from autopar.software.models import Model
+from autopar.software.models import Model, workload_of
 from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Job, Software
 from autopar.software.search import MANY, Ranking, rank

@@ -14,9 +14,8 @@ from autopar.software.configuration import Configuration, Workload
 from autopar.software.files.entries import ConfigError, Entries
 from autopar.software.files.formats import read_entries
 from autopar.software.files.text import changed_text, difference
-from autopar.software.jobs import constants_note, workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model
+from autopar.software.models import Model, constants_note, workload_of
 from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Given, Job, Software, Source
 from autopar.software.search import order_of

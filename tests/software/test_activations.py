@@ -11,9 +11,8 @@ from autopar.decoders.from_config import decoder_of
 from autopar.errors import AutoparError
 from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration
-from autopar.software.jobs import workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model
+from autopar.software.models import Model, workload_of
 from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Job
 

@@ -16,9 +16,8 @@ from autopar.errors import AutoparError, Infeasible
 from autopar.software.choose import choose, files_of
 from autopar.software.configuration import Configuration
 from autopar.software.fit import fit, read_job
-from autopar.software.jobs import workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model, model_of
+from autopar.software.models import Model, model_of, workload_of
 from autopar.software.pricer import Pricer
 from autopar.software.record import Given, Job
 from autopar.software.search import rank

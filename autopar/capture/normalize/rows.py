@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.capture.evaluate_constants import resolve
+from autopar.capture.constants import resolve
 from autopar.capture.flat import size_args
 from autopar.ir.dims import Dim, Shape
 from autopar.ir.graph import Arg, Node, Ref, Value

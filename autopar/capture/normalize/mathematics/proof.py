@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.evaluate_constants import concrete, kwargs_of, resolve
+from autopar.capture.constants import concrete, kwargs_of, resolve
 from autopar.capture.normalize.mathematics.regions import MERGE, WrittenRegion
 from autopar.operations.pointwise import CAST
 
