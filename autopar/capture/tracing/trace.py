@@ -21,7 +21,6 @@ from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refus
 from autopar.capture.tracing.data.batch_questions import Question, batch_questions
 from autopar.capture.tracing.data.checks import Comparisons, checks_pass
 from autopar.capture.tracing.data.concrete_values import ConcreteValues
-from autopar.capture.tracing.data.ctc import CtcLosses
 from autopar.capture.tracing.data.hints import (
     ListIndices,
     masks_are_not_read,
@@ -29,7 +28,7 @@ from autopar.capture.tracing.data.hints import (
     plain_batch_norms,
     to_the_same_device,
 )
-from autopar.capture.tracing.data.mask_losses import MaskLosses
+from autopar.capture.tracing.data.mask_losses import CtcLosses, MaskLosses
 from autopar.capture.tracing.data.plain_types import plain_types
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
