@@ -14,10 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import exp, log
+from math import log
 from pathlib import Path
 from statistics import median
 
+from autopar.cost_models.calibrate.fit import descend
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
@@ -110,29 +111,6 @@ def loss(runs: Sequence[Tangent], constants: Constants) -> float:
     return off + PULL * sum(log(value / USUAL[name]) ** 2 for name, value in constants.items())
 
 
-def _descend(
-    score: Callable[[Constants], float], start: Constants, bounds: Mapping[str, tuple[float, float]]
-) -> dict[str, float]:
-    """Coordinate descent in logarithms, also along pairs of constants that move against each other."""
-    best, least, step = dict(start), score(start), 0.2
-    names = list(start)
-    moves = [{name: sign} for name in names for sign in (1, -1)]
-    moves += [{one: 1, two: -1} for one in names for two in names if one != two]
-    while step > 0.005:
-        for move in moves:
-            tried = dict(best)
-            for name, sign in move.items():
-                low, high = bounds[name]
-                tried[name] = min(high, max(low, best[name] * exp(sign * step)))
-            value = score(tried)
-            if value < least - 1e-6:
-                best, least = tried, value
-                break
-        else:
-            step /= 2
-    return best
-
-
 def picked(items: Iterable[Item]) -> list[Item]:
     """Return at most `ROWS_OF_SOURCE` runs of each source."""
     sources: dict[str, list[Item]] = defaultdict(list)
@@ -170,7 +148,7 @@ class Fitter:
         for _ in range(_ROUNDS):
             near = {name: at[name] if name in self.given else self._on_grid(name, at[name]) for name in at}
             runs = [self._tangent(index, near) for index in chosen]
-            at = _descend(lambda tried, runs=runs: loss(runs, tried), near, self._bounds(near))  # type: ignore[misc]
+            at = descend(lambda tried, runs=runs: loss(runs, tried), near, self._bounds(near))  # type: ignore[misc]
             ends.append(at)
         return min(ends, key=lambda end: loss([self._run(index, end) for index in chosen], end))
 

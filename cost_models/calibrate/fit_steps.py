@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import exp, log
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import log
 
+from autopar.cost_models.calibrate.fit import descend
 from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.tuned_rates import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
@@ -15,8 +16,7 @@ from autopar.ir.plan import Candidate
 _NOISE, _PRIOR = 0.03, 0.5
 """Standard deviations, in logarithms: of a measured step, and of shares before anything was run. Plans that differ in nothing but
 compute say little of the network, which then stays as it was."""
-_FIRST, _LAST = 0.2, 0.005
-_MOST = log(4.0)
+_MOST = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,11 @@ class MeasuredStep:
 
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> TunedRates:
-    """Return the shares of least squares of the logarithms of predicted over measured seconds, found by a pattern search."""
+    """Return the shares of least squares of the logarithms of predicted over measured seconds."""
 
-    def loss(point: tuple[float, float]) -> float:
-        rates = TunedRates(*map(exp, point))
-        return sum((log(each.ratio(rates)) / _NOISE) ** 2 for each in steps) + sum((x / _PRIOR) ** 2 for x in point)
+    def loss(shares: Mapping[str, float]) -> float:
+        off = sum((log(each.ratio(TunedRates(**shares))) / _NOISE) ** 2 for each in steps)
+        return off + sum((log(share) / _PRIOR) ** 2 for share in shares.values())
 
-    return TunedRates(*map(exp, _least(loss, (0.0, 0.0))))
-
-
-def _least(loss: Callable[[tuple[float, float]], float], start: tuple[float, float]) -> tuple[float, float]:
-    best, least, width = start, loss(start), _FIRST
-    while width >= _LAST:
-        near = [(best[0] + x * width, best[1] + y * width) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1))]
-        found = min(((loss(point), point) for point in near if max(map(abs, point)) <= _MOST), default=(least, best))
-        if found[0] < least:
-            least, best = found
-        else:
-            width /= 2
-    return best
+    start = asdict(TunedRates())
+    return TunedRates(**descend(loss, start, dict.fromkeys(start, (1 / _MOST, _MOST))))
