@@ -1,4 +1,4 @@
-"""A plan to look at: `page` writes one self-contained HTML page, `notebook` the small report of Jupyter, `chrome_trace` the
+"""A plan to look at: `page` writes one self-contained HTML page, `notebook` the small report of Jupyter, `timeline` the
 simulated step for Perfetto.
 
 Start at `page`, which gathers what the page shows as plain data; a panel's numbers are those of ``cost_models.step.evaluate`` and

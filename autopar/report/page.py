@@ -12,8 +12,7 @@ from typing import Any
 
 from autopar.cost_models.breakdown.step_timeline import StepTimeline, step_timeline
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.explain.losses import step_losses
-from autopar.explain.reasons import plan_reasons
+from autopar.explain.reasons import plan_reasons, step_losses
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.cluster_facts import cluster_facts
 from autopar.report.memory_facts import memory_facts
@@ -21,7 +20,7 @@ from autopar.report.model_facts import model_facts
 from autopar.report.predicted_step import described_cluster
 from autopar.report.search_facts import SearchedChange, budget_facts, price_facts, search_facts, what_if_facts
 from autopar.report.step_facts import measured_facts, step_facts
-from autopar.report.timeline_facts import timeline_facts
+from autopar.report.timeline import timeline_facts
 
 
 def plan_timeline(plan: Plan) -> tuple[Cluster, StepTimeline]:

@@ -1,7 +1,7 @@
 """Recovers functions that a model writes out in pointwise operations: norms and activations become one operation of torch.
 
 Nothing is matched but complex products and writes, which `complex_pairs` takes apart: `regions` cuts out what depends on one
-tensor, `recover` lists what it may be, and `proof` executes both. Imports `ir` and the helpers of `capture`.
+tensor, `recover` lists what it may be, and executes both. Imports `ir` and the helpers of `capture`.
 """
 
 from __future__ import annotations
