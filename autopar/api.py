@@ -24,9 +24,7 @@ from autopar.capture.tracing.data.hints import PADDED_ENCODER
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
-from autopar.explain.expert_prices import ExpertPrices
-from autopar.explain.out_of_memory import memory_answer
-from autopar.explain.progress import LOGGER, say_measuring, say_plan
+from autopar.explain.run_time import LOGGER, ExpertPrices, memory_answer, say_measuring, say_plan
 from autopar.given_plan import (
     batch_dims,
     check_float8,

@@ -16,13 +16,13 @@ from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows
 from .ops.control_flow import cond, while_loop
 from .ops.experts import expert_capacity
-from .ops.float8 import linear_float8_dynamic
 from .ops.functions import (
     constant,
     count_valid,
     ctc_losses,
     embedding_sharded,
     histogram,
+    linear_float8_dynamic,
     linear_kn,
     local_mean,
     rotary_embedding,

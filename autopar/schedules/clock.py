@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.check import check
-from autopar.schedules.order import topological_order
+from autopar.schedules.check import check, topological_order
 
 _SLOTS = (FORWARD, BACKWARD, INPUT, WEIGHT, "first forward", "last backward", "last weights")
 

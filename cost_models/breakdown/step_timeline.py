@@ -23,8 +23,8 @@ from autopar.cost_models.step.streams import StreamSpan
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.schedules.check import most_in_flight
 from autopar.schedules.clock import ActionSpan, ScheduleClock
-from autopar.schedules.in_flight import most_in_flight
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.shared_cores import SharedCores
 

@@ -24,7 +24,7 @@ from autopar.cost_models.hardware.cluster import Cluster, read_cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units, preset_path, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Device, Level, Link, OffloadTarget
 from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, rising
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 
 MAX_SLOWDOWN = 1.5
 MAX_SPREAD = 0.3

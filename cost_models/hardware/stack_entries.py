@@ -1,5 +1,5 @@
 """The constants that a training framework reaches on a device generation, at most three each, from ``software_stacks.yaml``; and
-which communication it overlaps and how it lays out optimizer state, which are facts of its code (`overlap`,
+which communication it overlaps and how it lays out optimizer state, which are facts of its code (`software_traits`,
 ``state_layouts.yaml``).
 
 The physics is in the other files; the constants say which share of it a framework's kernels and launches reach. They were fitted
@@ -18,8 +18,7 @@ import yaml
 
 from autopar.cost_models.hardware.cluster_file import SAFE_LOADER
 from autopar.cost_models.hardware.cluster_parser import parse_overlap, parse_state_layout
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.hardware.software_traits import Overlap, StateLayout
 from autopar.errors import ClusterError
 
 CONSTANTS = ("matmul", "memory", "attention", "network")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from autopar.cost_models.hardware.device_specs import OffloadTarget
-from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.hardware.software_traits import StateLayout
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.tensors.sizes import itemsize

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from autopar.ir.plan import Pipeline
 from autopar.schedules.builder import group_of
+from autopar.schedules.check import InFlight, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, RankSeconds, ScheduleClock
-from autopar.schedules.in_flight import InFlight, peak_in_flight
 from autopar.schedules.pipeline_schedule import builder_named, schedule_of
 from autopar.schedules.placement import chunks_of_stages
 from autopar.schedules.shared_cores import SharedCores

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action, Schedule
-from autopar.schedules.check import check
+from autopar.schedules.check import check, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.in_flight import peak_in_flight
 from autopar.schedules.pipeline_schedule import schedule_names, schedule_of
 from autopar.schedules.placement import stage_of_chunks
 from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules

@@ -18,7 +18,7 @@ from autopar.cost_models.events.memory_terms import CallMemory, held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCommunication, StateCost
 from autopar.cost_models.step.block_costs import BlockCosts

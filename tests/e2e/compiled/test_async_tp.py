@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Link
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.runtime import collectives as C

@@ -15,7 +15,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.pipeline_grid import PipelineGrid
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.chunk_costs import chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
