@@ -18,7 +18,8 @@ from autopar.errors import PlanError
 from autopar.explain.reasons import EvaluatedChange, evaluate_changes
 from autopar.ir.describe import cut_short_text
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.runtime.step.out_of_memory import Usage, size_words
+from autopar.runtime.quantities import size_words
+from autopar.runtime.step.out_of_memory import Usage
 
 _GIB = 2.0**30
 
