@@ -173,9 +173,7 @@ class _RefuseRandom(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.title = title
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags, name = getattr(func, "tags", ()), str(getattr(func, "_schema", func))
         if torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in name:
             raise OperatorError(

@@ -3,7 +3,7 @@ compute in float64 throughout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,7 @@ from autopar.ir.graph import Arg, DType, Graph, Value, map_graph
 class LiftCasts(TorchDispatchMode):
     """While active, whatever an operation would make in float32 it makes in float64."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         operands = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         if not func._schema.is_mutable:  # constants of ``torch.FloatTensor``, which no dtype made

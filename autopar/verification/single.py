@@ -125,9 +125,7 @@ class _ModuleOutputs:
 class WriteOutLoops(TorchFunctionMode):
     """While active, loops and branches are the operations that they consist of, each seen by autograd and by other modes."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = _WRITTEN_OUT.get(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else None
         if written is None:
             return func(*args, **(kwargs or {}))

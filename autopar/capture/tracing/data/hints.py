@@ -3,7 +3,7 @@ lists of numbers as indices, whose values they would lose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -96,9 +96,7 @@ class ListIndices(TorchFunctionMode):
     """Lists of numbers as indices (``x[:, [-1]]``) have values: torch makes tensors of them where the indexed one is, on meta.
     One number is a slice of length 1, several are a tensor. And old masks of ``torch.where`` are those of today."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = (args[0], _with_values(args[1]), *args[2:])
         elif func in (torch.where, torch.Tensor.where) and (mask := args[func is torch.Tensor.where]).dtype is torch.uint8:

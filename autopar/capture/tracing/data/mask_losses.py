@@ -51,9 +51,7 @@ class MaskLosses(TorchFunctionMode):
         """The function and operands that made a mask, which is the same where it was written twice."""
         self.operands: list[Any] = []  # which live as long as their ids are compared
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func in _STATISTICS:
             return _STATISTICS[func](*args, **named)
@@ -223,9 +221,7 @@ class CtcLosses(TorchFunctionMode):
         self.counted: Any = WeakIdKeyDictionary()
         """The sums of rows, each with its mask."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func is F.ctc_loss:
             return self.loss(*args, **named)
