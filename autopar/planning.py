@@ -39,6 +39,7 @@ from autopar.plan_inputs import (
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.runtime.progress import advance, working
 from autopar.software.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
+from autopar.solve.choice import robust_choice, with_synthesized_schedule
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
 from autopar.solve.fixed.candidate import may_seed, price_configuration, with_seeds
 from autopar.solve.fixed.configuration import configuration_of
@@ -47,9 +48,7 @@ from autopar.solve.inference import search_inference
 from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.plan_of_result import plan_of_result
-from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.result import PlanResult, other_results
-from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
 from autopar.solve.space.force import Force
 from autopar.solve.space.options import SearchOptions

@@ -18,8 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.rules.registry import Registry
 from autopar.schedules.pipeline_schedule import INTERLEAVED
-from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
-from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.solve.fixed.candidate import BlockPlacements, fixed_candidate, place_blocks
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
