@@ -45,12 +45,11 @@ from autopar.solve.fixed.candidate import may_seed, price_configuration, with_se
 from autopar.solve.fixed.configuration import configuration_of
 from autopar.solve.forked import Lookahead
 from autopar.solve.inference import search_inference
-from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.plan_of_result import plan_of_result
 from autopar.solve.result import PlanResult, other_results
 from autopar.solve.search import search
-from autopar.solve.space.force import Force
+from autopar.solve.space.force import Force, with_forced_offload
 from autopar.solve.space.options import SearchOptions
 
 

@@ -21,7 +21,7 @@ from autopar.api import parallelize
 from autopar.cost_models.calibrate.fit_steps import MeasuredStep, fit_steps
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units
-from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_tuned_line
+from autopar.cost_models.hardware.stack_entries import TunedRates, tuned_of, with_tuned_line
 from autopar.dryrun.run import make_optimizer
 from autopar.errors import AutoparError, ClusterError
 from autopar.files import read_text, write_whole

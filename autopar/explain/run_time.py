@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.compute.kernels import streaming_seconds
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.expert_load import ExpertLoad
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
+from autopar.cost_models.hardware.workload import ExpertLoad
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import PlanError
 from autopar.explain.reasons import EvaluatedChange, evaluate_changes

@@ -10,9 +10,8 @@ from typing import Any
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.stack_entries import other_constants
-from autopar.decoders.from_config import decoder_of
 from autopar.decoders.graphs import RunOptions
-from autopar.decoders.recognize import RecognizedDecoder, recognize
+from autopar.decoders.recognize import RecognizedDecoder, decoder_of, recognize
 from autopar.errors import CaptureError
 from autopar.files import read_json
 from autopar.ir.graph import Graph

@@ -27,7 +27,7 @@ from autopar.ir.describe import describe
 from autopar.ir.graph import Graph
 from autopar.ir.partition_saved import saving_everything
 from autopar.ir.plan import BlockPlan, Candidate
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 from autopar.schedules.synthesis.task import MemoryLimits
 from autopar.solve.fixed.baselines import PricedRecipe
 from autopar.solve.fixed.candidate import may_seed

@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate, Conversion, NodePlan
 from autopar.rules.conversions import COLLECTIVES
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 PricedCollective = tuple[str, float, AxisLink]
 """Kind, bytes of the unsharded tensor, and the link: the arguments of `collective_seconds`."""

@@ -8,7 +8,7 @@ from math import log
 
 from autopar.cost_models.calibrate.fit import descend
 from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
-from autopar.cost_models.hardware.tuned_rates import TunedRates
+from autopar.cost_models.hardware.stack_entries import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate

@@ -32,7 +32,7 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.losses import runs_in_chunks

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost, partition_seconds
 from autopar.cost_models.comm.shard_groups import expert_links, stage_link, state_links
-from autopar.cost_models.compute.fused_saves import with_fused_saves
+from autopar.cost_models.compute.fusion import with_fused_saves
 from autopar.cost_models.compute.kernel_accesses import Access, fused_profile, kernel_accesses
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
@@ -29,7 +29,7 @@ from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.attention import with_packed_tokens
 from autopar.operations.experts import expert_degrees
 from autopar.operations.losses import runs_in_chunks

@@ -21,7 +21,7 @@ from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import BlockSlice, joined_slices, repeatable_values
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Candidate
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 
 
 @dataclass(frozen=True, slots=True)

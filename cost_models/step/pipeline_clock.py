@@ -12,8 +12,7 @@ from autopar.ir.plan import Pipeline
 from autopar.schedules.builder import group_of
 from autopar.schedules.check import InFlight, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, RankSeconds, ScheduleClock
-from autopar.schedules.pipeline_schedule import builder_named, schedule_of
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import builder_named, chunks_of_stages, schedule_of
 from autopar.schedules.shared_cores import SharedCores
 from autopar.schedules.weight_versions import unroll_window, weight_version_window
 

@@ -25,7 +25,7 @@ from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 
 @dataclass(frozen=True, slots=True)

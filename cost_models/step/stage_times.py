@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 from autopar.schedules.clock import ChunkSeconds, RankSeconds
-from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+from autopar.schedules.pipeline_schedule import chunks_of_stages, stage_of_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action, Schedule
 from autopar.schedules.check import check, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.pipeline_schedule import schedule_names, schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import schedule_names, schedule_of, stage_of_chunks
 from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules
 from autopar.schedules.synthesis.known_orders import with_merged_backwards
 from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound

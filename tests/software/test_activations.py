@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.decoders.from_config import decoder_of
+from autopar.decoders.recognize import decoder_of
 from autopar.errors import AutoparError
 from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.evaluation import cluster_of, evaluation_of
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.schedules.draw import LEGEND, draw
+from autopar.schedules.clock import LEGEND, draw
 
 KIND_NAMES = {
     "parameters": "parameters",

@@ -21,7 +21,7 @@ from autopar.ir.graph import Arg, DType, Graph, Node, Parameter, Ref, Symbol
 from autopar.ir.interface import Argument, Interface
 from autopar.ir.placement import format_placements, parse_placements
 from autopar.ir.plan import BlockPlan, Pipeline, Precision
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 
 _INT64 = 2**63
 T = TypeVar("T")

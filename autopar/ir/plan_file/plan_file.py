@@ -32,12 +32,12 @@ from autopar.ir.plan_file.document import (
     Parallelism,
     PlanDocument,
     Predicted,
+    SavedTensors,
     SearchInfo,
     StageInfo,
     divide_blocks,
     join_blocks,
 )
-from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.ir.plan_file.verify_graph import verify_graph, verify_texts
 from autopar.ir.verify import verify_candidate
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.pipeline_schedule import schedule_names, schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import schedule_names, schedule_of, stage_of_chunks
 from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, Order, Task
 
 

@@ -5,7 +5,7 @@ offloaded or recomputed.
 recomputed for it; ``r[o, s]`` operation o is recomputed under strategy s, ``c[e]`` a conversion is recomputed. Given strategies,
 conversions, S and O, the rest is determined, so only S and O are integers. Tensors are told apart by storage (`tensors.aliases`):
 views and conversions without communication need no variables. Storages below a thousandth of a block's bytes are saved, unless
-what produces them is recomputed anyway. (The optimizer's state: `solve.offload_optimizer`.)
+what produces them is recomputed anyway. (The optimizer's state: `solve.space.force`.)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from autopar.ir.pipeline.stage_values import crossing_values, joined_slices, rep
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.pipeline.stage_choices import StageChoices, StagePlan
 from autopar.solve.pipeline.stage_cuts import CutClock, move_calls
