@@ -19,8 +19,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.software.by_hand import runs_of, seeds_of, software_of, stored_runs, with_expert_prices, with_reasons
+from autopar.software.choose import FEW, rank
 from autopar.software.pricer import Pricer
-from autopar.software.search import FEW, rank
 from autopar.software.space import recipe_space
 from autopar.software.stacks import written_by
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
