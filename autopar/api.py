@@ -20,7 +20,7 @@ from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.options import LossFunction
 from autopar.capture.results.returned import LOSS
 from autopar.capture.state.reads import recorded_reads
-from autopar.capture.tracing.data.hints import PADDED_ENCODER
+from autopar.capture.tracing.data.batch_questions import PADDED_ENCODER
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError

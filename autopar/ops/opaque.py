@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import OperatorError
-from autopar.runtime.ops import opaque as runtime
+from autopar.runtime.ops import control_flow as runtime
 
 
 def opaque(module: nn.Module, *, batchwise: bool = False) -> nn.Module:

@@ -22,7 +22,7 @@ from autopar.cost_models.compute.kernels import (
     streaming_seconds,
 )
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
-from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
+from autopar.cost_models.compute.overlapped_collectives import exposed_collective_seconds, work_imbalance
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.saved_tensors import saved_tensors

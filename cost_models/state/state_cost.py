@@ -12,10 +12,9 @@ from dataclasses import dataclass, fields
 
 from autopar.cost_models.comm.collectives import bends, collective_seconds
 from autopar.cost_models.hardware.device_specs import AxisLink, Device
-from autopar.cost_models.state.offload_cost import offloaded_update_seconds
 from autopar.cost_models.state.optimizers import Optimizer, matrix_update_seconds, optimizer_seconds
 from autopar.cost_models.state.state_group import StateGroup
-from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
+from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, offloaded_update_seconds, state_memory
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.plan import Precision
 

@@ -18,11 +18,10 @@ from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_S
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.cost_models.state.offload_cost import offload_target, optimizer_target
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_cost import StateCommunication, StateCost, state_cost, state_price_bends
 from autopar.cost_models.state.state_group import StateGroup, state_group
-from autopar.cost_models.state.state_memory import StatePolicy
+from autopar.cost_models.state.state_memory import StatePolicy, offload_target, optimizer_target
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.cost_models.tensors.sizes import shard_count, value_bytes
 from autopar.ir.graph import Block, Node, Parameter, Value

@@ -18,16 +18,17 @@ from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
 from autopar.capture.control_flow import unroll_loops
 from autopar.capture.options import CaptureOptions
 from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
-from autopar.capture.tracing.data.batch_questions import Question, batch_questions
-from autopar.capture.tracing.data.checks import Comparisons, checks_pass
-from autopar.capture.tracing.data.concrete_values import ConcreteValues
-from autopar.capture.tracing.data.hints import (
+from autopar.capture.tracing.data.batch_questions import (
     ListIndices,
+    Question,
+    batch_questions,
     masks_are_not_read,
     padded_encoders,
     plain_batch_norms,
     to_the_same_device,
 )
+from autopar.capture.tracing.data.checks import Comparisons, checks_pass
+from autopar.capture.tracing.data.concrete_values import ConcreteValues
 from autopar.capture.tracing.data.mask_losses import CtcLosses, MaskLosses
 from autopar.capture.tracing.data.plain_types import plain_types
 from autopar.capture.tracing.decomposition.program import decomposed
