@@ -1,7 +1,7 @@
 """`opaque`: the smallest submodule around control flow that depends on data is left whole, as one operation ``ap.opaque``.
 
-Capture sees an operation of the module's arguments, parameters and buffers; ranks call the module itself (`runtime.ops.opaque`),
-so gradients are those of autograd. The operation names the module by its path in the model.
+Capture sees an operation of the module's arguments, parameters and buffers; ranks call the module itself
+(`runtime.ops.control_flow`), so gradients are those of autograd. The operation names the module by its path in the model.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.planning import make_plan
 from autopar.program.build import program_text, prove_program
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
 """Lengths of the documents of each row."""
