@@ -20,13 +20,11 @@ from autopar.capture.normalize.batch_norm import LOCAL
 from autopar.capture.options import LossFunction
 from autopar.capture.results.returned import LOSS
 from autopar.capture.state.reads import recorded_reads
-from autopar.capture.tracing.data.hints import PADDED_ENCODER
+from autopar.capture.tracing.data.batch_questions import PADDED_ENCODER
 from autopar.capture.tracing.fake_copy import copy_without_data
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanMismatch, StateError
-from autopar.explain.expert_prices import ExpertPrices
-from autopar.explain.out_of_memory import memory_answer
-from autopar.explain.progress import LOGGER, say_measuring, say_plan
+from autopar.explain.run_time import LOGGER, ExpertPrices, memory_answer, say_measuring, say_plan
 from autopar.given_plan import (
     batch_dims,
     check_float8,
@@ -54,8 +52,7 @@ from autopar.plan_inputs import (
 )
 from autopar.planning import make_plan, plan, plan_with
 from autopar.precision import PrecisionLike, compute_dtype_of
-from autopar.program.build import build_program
-from autopar.program.proof import require_proof
+from autopar.program.build import build_program, require_proof
 from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import on_first_rank, require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.async_tp import async_tp_groups

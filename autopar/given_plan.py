@@ -28,7 +28,7 @@ from autopar.plan_inputs import ExampleInputs, registry, split_inputs
 from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.rules.check import check_strategies
 from autopar.runtime.device.mesh import launched_processes
-from autopar.runtime.ops.float8 import float8_problem
+from autopar.runtime.ops.functions import float8_problem
 from autopar.schedules.pipeline_schedule import check_schedule
 from autopar.solve.problem.pins import Constraints, why_disobeyed_pins
 from autopar.solve.space.force import Force

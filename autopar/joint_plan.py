@@ -22,7 +22,7 @@ from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import Infeasible
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.solve.infeasible import size_text
+from autopar.runtime.quantities import size_words
 
 _HALVINGS = 6
 """Of each model's memory: its least is then known to 2 % of what its fastest plan takes."""
@@ -153,11 +153,11 @@ def _shortage_text(found: Sequence[Sequence[Share]], names: Sequence[str]) -> st
     taken = ", ".join(_words(joint, names))
     return (
         f"{len(joint)} models do not fit together on {joint[0].plan.document.cluster.name}: the plans that take least are short "
-        f"of {size_text(shortage_bytes(joint))} a device ({taken}): take more devices or smaller batches, or freeze a model that "
-        "is not trained (model.requires_grad_(False)), which then holds its weights alone"
+        f"of {size_words(shortage_bytes(joint))} a device ({taken}): take more devices or smaller batches, or freeze a model "
+        "that is not trained (model.requires_grad_(False)), which then holds its weights alone"
     )
 
 
 def _words(joint: Joint, names: Sequence[str]) -> Iterator[str]:
     for name, each in zip(names, joint, strict=True):
-        yield f"{name} takes {size_text(each.own_bytes)} and holds {size_text(each.held_bytes)}"
+        yield f"{name} takes {size_words(each.own_bytes)} and holds {size_words(each.held_bytes)}"

@@ -17,7 +17,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 @lru_cache(maxsize=1)
 def named_configs() -> Configs:
-    """Decoders, whose sizes `decoders.from_config` reads without building a model."""
+    """Decoders, whose sizes `decoders.recognize` reads without building a model."""
     return _groups()["decoders"]
 
 

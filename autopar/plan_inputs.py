@@ -17,8 +17,7 @@ from autopar.capture import capture
 from autopar.capture.normalize.attention import ATTENTION_ALONE
 from autopar.capture.tracing.fake_copy import refuse_uninitialized
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
-from autopar.cost_models.hardware.document_lengths import DocumentLengths
-from autopar.cost_models.hardware.expert_load import ExpertLoad
+from autopar.cost_models.hardware.workload import DocumentLengths, ExpertLoad
 from autopar.errors import BatchError, CaptureError, ClusterError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision

@@ -1,4 +1,5 @@
-"""Capture and search as one function. Needs no process group, and nothing of what runs a plan."""
+"""Capture and search as one function, also of the prefill of a prompt and what is decoded after it, on one set of weights. Needs
+no process group, and nothing of what runs a plan."""
 
 from __future__ import annotations
 
@@ -6,21 +7,22 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autopar.capture.options import LossFunction
-from autopar.capture.tracing.decode import inference
+from autopar.capture.tracing.decode import capture_decode, inference
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_compilation
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
+from autopar.ir.plan_file.document import InferenceInfo
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.ops.quantized import with_plain_storage
 from autopar.options import Beside, DocumentLengthsLike, PlanOptions, held_bytes
-from autopar.plan_inference import plan_inference
 from autopar.plan_inputs import (
     ExampleInputs,
     Progress,
@@ -31,24 +33,23 @@ from autopar.plan_inputs import (
     plan_folder,
     registry,
     search_options_for,
+    split_inputs,
     warn_of_missing_rules,
 )
-from autopar.precision import PrecisionLike, precision_of
+from autopar.precision import PrecisionLike, compute_dtype_of, precision_of
 from autopar.runtime.progress import advance, working
 from autopar.software.by_hand import seeds_of, with_expert_prices, with_reasons, with_stage_seeds
+from autopar.solve.choice import robust_choice, with_synthesized_schedule
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
-from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.candidate import may_seed, price_configuration, with_seeds
 from autopar.solve.fixed.configuration import configuration_of
-from autopar.solve.fixed.seeds import may_seed, with_seeds
 from autopar.solve.forked import Lookahead
-from autopar.solve.offload_optimizer import with_forced_offload
+from autopar.solve.inference import search_inference
 from autopar.solve.plan_cache import PlanCache, question_of
 from autopar.solve.plan_of_result import plan_of_result
-from autopar.solve.refine_schedule import with_synthesized_schedule
 from autopar.solve.result import PlanResult, other_results
-from autopar.solve.robust_choice import robust_choice
 from autopar.solve.search import search
-from autopar.solve.space.force import Force
+from autopar.solve.space.force import Force, with_forced_offload
 from autopar.solve.space.options import SearchOptions
 
 
@@ -128,12 +129,12 @@ def plan_with(
     graph: Graph | None = None,
 ) -> Plan:
     """The plan of `make_plan`, for options that were checked. Without `progress` a search that takes long shows a bar."""
+    planned = partial(nearest_plans, model, cluster, example_inputs, options, 1, cache=cache, graph=graph)
     if progress is not None:
-        return nearest_plans(model, cluster, example_inputs, options, 1, progress=progress, cache=cache, graph=graph)[0]
+        return planned(progress=progress)[0]
     with working(f"planning {options.name or type(model).__name__} for {getattr(cluster, 'name', cluster)}"):
         advance(0, "capturing the model")
-        shown = partial(advance, 0)
-        return nearest_plans(model, cluster, example_inputs, options, 1, progress=shown, cache=cache, graph=graph)[0]
+        return planned(progress=partial(advance, 0))[0]
 
 
 def nearest_plans(
@@ -225,3 +226,47 @@ def _with_schedule(
     return with_synthesized_schedule(
         cluster, result, options.optimizer, forced=forced.synthesize, min_improvement=least, progress=progress
     )
+
+
+def plan_inference(
+    model: nn.Module, named: str | Cluster, example_inputs: ExampleInputs, options: PlanOptions, progress: Progress | None,
+    cache: Path | None,
+) -> Plan:  # fmt: skip
+    """Return the plan of the prefill, with what was planned of decoding. The model is in evaluation, and frozen."""
+    asked = precision_of(options.precision, model)
+    chosen = Precision(asked.compute, asked.compute, float8=asked.float8)
+    cluster, rules = cluster_for(named, options, chosen, progress), registry()
+    cluster = with_compilation(cluster, bool(options.compile))  # lengths grow, and each would be compiled: not by default
+    graph = capture_for(model, example_inputs, options, chosen)
+    check_batch(graph, options)
+    notes = warn_of_missing_rules(graph, rules, options.strict)
+    search_options = search_options_for(options, options.forced, chosen, graph, rules)
+    plans = PlanCache(cache) if cache is not None else None
+    question = question_of(graph, cluster, options.resolved(chosen), search_options) if plans else None
+    if plans and question and (stored := plans.load(question, graph, cluster, search_options)) is not None:
+        return stored
+    decode = None
+    if options.new_tokens:
+        arguments = signature(model.forward).bind(*split_inputs(example_inputs)[0], **split_inputs(example_inputs)[1]).arguments
+        prompt = {**arguments, **arguments.get("kwargs", {})}
+        decode = capture_decode(
+            model, prompt, options.new_tokens, compute_dtype=compute_dtype_of(chosen, model), float8=chosen.float8
+        )
+    result = search_inference(
+        graph, decode, cluster, search_options, options.new_tokens,
+        throughput=options.objective == "throughput", progress=progress,
+    )  # fmt: skip
+    plan = plan_of_result(
+        graph, cluster, result.plan_result, (), optimizer="sgd", replicated_ops=notes, name=options.name, source=options.source,
+        seq=options.seq, constrained=search_options.pins,
+    )  # fmt: skip
+    info = InferenceInfo(
+        options.new_tokens, result.prefill.evaluation.step_seconds,
+        result.decode.evaluation.step_seconds if result.decode is not None else None, result.seconds, result.bound_seconds,
+        result.tokens_per_second, result.cache_bytes,
+        int(result.decode.evaluation.peak_memory_bytes) if result.decode is not None else None,
+    )  # fmt: skip
+    plan = replace(plan, document=replace(plan.document, inference=info))
+    if plans and question:
+        plans.store(question, plan)
+    return plan

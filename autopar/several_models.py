@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.explain.progress import LOGGER, say_measuring
+from autopar.explain.run_time import LOGGER, say_measuring
 from autopar.given_plan import check_launch
 from autopar.ir.plan_file.plan_file import decode_plan
 from autopar.joint_plan import joint_plans

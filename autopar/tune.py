@@ -1,14 +1,15 @@
 """A race of plans on their devices, under torchrun: each trains some steps, in turn, in several laps, so that what disturbs the
-machine for a while disturbs all of them."""
+machine for a while disturbs all of them; and what ``autopar tune`` learns of it: the shares of a cluster's figures that explain
+measured steps best."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,19 +19,55 @@ import yaml
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.cost_models.calibrate.fit_steps import MeasuredStep, fit_steps
-from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.calibrate.fit import descend
+from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.cluster_file import in_human_units
-from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_tuned_line
+from autopar.cost_models.hardware.stack_entries import TunedRates, tuned_of, with_tuned_line
+from autopar.cost_models.step.evaluate import evaluate
 from autopar.dryrun.run import make_optimizer
 from autopar.errors import AutoparError, ClusterError
 from autopar.files import read_text, write_whole
 from autopar.given_plan import compiler_of, priced_as
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.plan_inputs import ExampleInputs, split_inputs
 from autopar.runtime.comm.agreement import gather
 from autopar.runtime.progress import advance, working
 from autopar.runtime.step.out_of_memory import is_out_of_memory
+
+_NOISE, _PRIOR = 0.03, 0.5
+"""Standard deviations, in logarithms: of a measured step, and of shares before anything was run. Plans that differ in nothing but
+compute say little of the network, which then stays as it was."""
+_MOST = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A plan that ran, the cluster that it was priced on, and the seconds of its step."""
+
+    graph: Graph
+    candidate: Candidate
+    cluster: Cluster
+    optimizer: str
+    seconds: float
+
+    def ratio(self, rates: TunedRates) -> float:
+        """Return predicted over measured seconds at these shares."""
+        cluster = with_tuned_rates(self.cluster, rates)
+        return evaluate(self.graph, self.candidate, cluster, self.optimizer).step_seconds / self.seconds
+
+
+def fit_steps(steps: Sequence[MeasuredStep]) -> TunedRates:
+    """Return the shares of least squares of the logarithms of predicted over measured seconds."""
+
+    def loss(shares: Mapping[str, float]) -> float:
+        off = sum((log(each.ratio(TunedRates(**shares))) / _NOISE) ** 2 for each in steps)
+        return off + sum((log(share) / _PRIOR) ** 2 for share in shares.values())
+
+    start = asdict(TunedRates())
+    return TunedRates(**descend(loss, start, dict.fromkeys(start, (1 / _MOST, _MOST))))
+
 
 WARM_UP_STEPS = 2
 """Steps of a lap that do not count: the first ones make buffers and the state of the optimizer."""

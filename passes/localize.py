@@ -27,8 +27,7 @@ from autopar.operations.communication import CONVERT
 from autopar.operations.losses import CHUNK_TOKENS, CROSS_ENTROPY, IN_CHUNKS, WITHIN_LOSS
 from autopar.operations.table import operation
 from autopar.passes.base import BlockState, Context, producer_indices
-from autopar.rules.localize import localize_args, scale_batch
-from autopar.rules.uneven_shards import require_whole_examples, with_uneven_sizes
+from autopar.rules.localize import localize_args, require_whole_examples, scale_batch, with_uneven_sizes
 
 
 def localize_value(value: Value, placements: Placements, context: Context) -> Value:

@@ -26,7 +26,7 @@ from autopar.passes.readable_names import ReadableNames
 from autopar.passes.split_stages import ChunkedGraph, split_stages
 from autopar.passes.split_totals import split_totals
 from autopar.passes.verify import verify
-from autopar.rules.uneven_shards import require_uneven
+from autopar.rules.localize import require_uneven
 from autopar.schedules.communicate import with_communication
 from autopar.schedules.pipeline_schedule import schedule_of
 from autopar.schedules.weight_versions import weight_version_window, window_with_transfers

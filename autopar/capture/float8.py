@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.errors import CaptureError
 from autopar.ir.dims import Shape
 from autopar.ir.graph import Block, Graph, Node, Ref
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.codec import graph_fingerprint
 from autopar.operations.products import LINEAR, LINEAR_FLOAT8
 from autopar.operations.table import operation
 

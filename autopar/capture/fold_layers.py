@@ -18,7 +18,7 @@ from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, 
 from autopar.capture.tracing.trace import Traced
 from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, draws_masks, lacks_batch
 from autopar.ir.interface import Output
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.codec import graph_fingerprint
 from autopar.operations.table import operation, operations
 
 

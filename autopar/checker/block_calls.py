@@ -16,7 +16,7 @@ import torch
 
 from autopar.checker.blocks.block import BlockProof
 from autopar.checker.blocks.block_result import BlockResult
-from autopar.checker.graph_calls import GraphCalls, Identity
+from autopar.checker.captured import GraphCalls, Identity
 from autopar.checker.interface import Passed, ProgramInterface
 from autopar.checker.reader import PlacedTensor
 from autopar.checker.shards import Kinds, NotProven, words_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.checker.blocks.local_run import meta_tensor
-from autopar.checker.graph_calls import GraphCalls, Identity
+from autopar.checker.captured import GraphCalls, Identity
 from autopar.checker.reader import PlacedTensor
 from autopar.checker.shards import MICRO, PARTIAL, Axes, Cut, Kind, Kinds, NotProven, alike, words
 from autopar.checker.text import CallsText

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.checker.block_calls import CallsProof, ProgramResult
 from autopar.checker.blocks.local_run import meta_tensor
-from autopar.checker.graph_calls import GraphCalls
+from autopar.checker.captured import GraphCalls
 from autopar.checker.interface import Passed, ProgramInterface
 from autopar.checker.reader import Reader
 from autopar.checker.shards import MICRO, PARTIAL, Axes, NotProven, words

@@ -315,7 +315,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     compare = of_plan(
-        "compare", "compare", "a measured step beside the predicted one: per stage, block and collective, and what is off"
+        "compare", "report", "a measured step beside the predicted one: per stage, block and collective, and what is off"
     )
     compare.add_argument(
         "measured", metavar="measured.json", nargs="?",

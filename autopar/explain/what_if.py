@@ -13,10 +13,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.infeasible import enlarged
-from autopar.solve.offload_optimizer import with_forced_offload
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
-from autopar.solve.space.force import Force, parse_force
+from autopar.solve.space.force import Force, parse_force, with_forced_offload
 from autopar.solve.space.options import SearchOptions
 
 _GIB = 2.0**30

@@ -182,12 +182,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
         """Refused."""
         raise AutoparError(
             "save_state keeps one rank's shards of the optimizer: save accelerator.get_state_dict(model), and the optimizer with "
-            "autopar.integrations.checkpoints.save_optimizer(folder, model, optimizer.optimizer)"
+            "autopar.integrations.one_device.save_optimizer(folder, model, optimizer.optimizer)"
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
         raise AutoparError(
             "load_state reads one rank's shards of the optimizer: load a full state with model.load_state_dict(state), and the "
-            "optimizer with autopar.integrations.checkpoints.load_optimizer(folder, model, optimizer.optimizer)"
+            "optimizer with autopar.integrations.one_device.load_optimizer(folder, model, optimizer.optimizer)"
         )

@@ -27,15 +27,17 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.integrations.checkpoints import load_optimizer, load_weights, save_optimizer
 from autopar.integrations.one_device import (
     MovedOptimizer,
     first_batch,
     inner_optimizer,
+    load_optimizer,
+    load_weights,
     loss_scaler,
     present_as_one_device,
     read_on_every_rank,
     refuse,
+    save_optimizer,
     wait_for_all,
 )
 from autopar.runtime.parallel import Parallel

@@ -49,7 +49,7 @@ def verify_case(model: str, devices: int, force: str = "") -> Case:
     """Return the case of a model on ranks of this machine beside one process, in float32."""
     words = ["verify", model, "--cluster", f"local:{devices}", "--json", *(["--force", force] if force else [])]
     shown = f"{model} on {devices} rank{'s' * (devices > 1)}{', ' * bool(force)}{force}"
-    return Case("verify", shown, (sys.executable, "-m", "autopar.cli", *words))
+    return Case("verify", shown, (sys.executable, "-m", "autopar", *words))
 
 
 def step_case(case: StepCase, cluster: dict[str, Any]) -> Case:

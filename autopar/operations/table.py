@@ -18,7 +18,6 @@ from autopar.operations import (
     pointwise,
     products,
     reductions_and_scans,
-    transforms,
     views,
 )
 from autopar.operations.images import convolutions, pooling
@@ -31,7 +30,7 @@ def operations() -> Mapping[str, Operation]:
     """All records, by name. A named function that has none is the function of that name in the runtime."""
     families = (
         *(products, attention, norms, pointwise, reductions_and_scans, views, convolutions, pooling, indexing, losses, experts),
-        *(factories, transforms, communication),
+        *(factories, communication),
     )
     listed = [
         *(each for family in families for each in family.OPERATIONS),

@@ -1,7 +1,7 @@
 """`opaque`: the smallest submodule around control flow that depends on data is left whole, as one operation ``ap.opaque``.
 
-Capture sees an operation of the module's arguments, parameters and buffers; ranks call the module itself (`runtime.ops.opaque`),
-so gradients are those of autograd. The operation names the module by its path in the model.
+Capture sees an operation of the module's arguments, parameters and buffers; ranks call the module itself
+(`runtime.ops.control_flow`), so gradients are those of autograd. The operation names the module by its path in the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import OperatorError
-from autopar.runtime.ops import opaque as runtime
+from autopar.runtime.ops import control_flow as runtime
 
 
 def opaque(module: nn.Module, *, batchwise: bool = False) -> nn.Module:
@@ -173,9 +173,7 @@ class _RefuseRandom(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.title = title
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags, name = getattr(func, "tags", ()), str(getattr(func, "_schema", func))
         if torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in name:
             raise OperatorError(

@@ -15,9 +15,18 @@ from autopar.ir.placement import parse_placement
 from autopar.operations.factories import RANDOM
 from autopar.operations.table import operation
 from autopar.passes.lowered import Lowered, LoweredBlock, StoredParameter
-from autopar.program.checks import check_attributes, check_identifiers, comment, docstring, quoted, refuse
+from autopar.program.checks import (
+    IMPORTED_NAMES,
+    attribute_of,
+    check_attributes,
+    check_identifiers,
+    class_names,
+    comment,
+    docstring,
+    quoted,
+    refuse,
+)
 from autopar.program.expressions import WHOLE_BATCH, expression, recomputed_expression
-from autopar.program.names import IMPORTED_NAMES, attribute_of, class_names
 from autopar.rules.conversions import COLLECTIVES, axis_conversion
 
 INDENT = "    "

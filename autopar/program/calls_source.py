@@ -11,9 +11,8 @@ from autopar.passes.base import fresh_name
 from autopar.passes.lowered import Lowered
 from autopar.passes.readable_names import RESERVED, identifier
 from autopar.program.block_source import INDENT
-from autopar.program.checks import USED, check_identifiers, quoted
+from autopar.program.checks import USED, attribute_of, check_identifiers, class_names, quoted
 from autopar.program.loops import Loop, last_uses, loops_of_calls
-from autopar.program.names import attribute_of, class_names
 from autopar.runtime.attribute_names import RESERVED_ATTRIBUTES
 
 NUMBER = re.compile(r"\d+")

@@ -23,13 +23,19 @@ from autopar.ir.graph import DType, Node, leaves
 from autopar.ir.names import DTYPES
 from autopar.ir.regions import REGION_OPS, inner_nodes
 from autopar.operations.table import operation
-from autopar.passes.readable_names import RESERVED
+from autopar.passes.readable_names import RESERVED, identifier
+from autopar.runtime.attribute_names import attribute_of as attribute_of
 from autopar.runtime.errors import one_line
 
 USED = RESERVED - set(dir(builtins)) | {"super", "zip", "range"}
 """Names that the text of a program reads. Inputs keep the user's names, which may be those of other builtins (``input``)."""
 TORCH_ONLY = frozenset(("prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "profiler", "inductor"))
 """Namespaces of torch that no captured model has."""
+IMPORTED_NAMES = frozenset(
+    ("BlockModule", "ParameterSpec", "Program", "Base", "BoundaryTensor", "ModelChunk", "Recompute", "C", "F", "Tensor", "nn")
+    + ("torch",)
+)
+"""Names that must not clash with those of torch and of the runtime's base classes."""
 _SIZE = re.compile(r"(?:B|B_all|\d+|//?|\*\*|[-+* ()])+", re.ASCII)
 _CONVERSION = re.compile(r"[\w(),]+ -> [\w(),]+", re.ASCII)
 _DIVISION = re.compile(r"(?<!/)/(?!/)")
@@ -131,3 +137,8 @@ def _is_torch_operation(op: str, makes: bool = False) -> bool:
         return False
     tensors = any("Tensor" in str(argument.type) for argument in schema.arguments) or (makes and operation(op).factory)
     return tensors and not schema.is_mutable and any("Tensor" in str(each.type) for each in schema.returns)
+
+
+def class_names(blocks: Iterable[str]) -> dict[str, str]:
+    """A class for each block: its name, unless the module imports that one."""
+    return {name: f"Model{name}" if name in IMPORTED_NAMES else identifier(name) for name in blocks}

@@ -9,8 +9,7 @@ from autopar.cost_models.breakdown.step_timeline import StepTimeline
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Link
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.step.stage_devices import stage_cluster
-from autopar.cost_models.step.stage_p2p import stage_link
+from autopar.cost_models.step.stage_devices import stage_cluster, stage_link
 from autopar.ir.describe import describe_axis
 from autopar.ir.mesh import DATA_AXIS, PIPELINE_AXIS
 from autopar.ir.plan_file.plan_file import Plan

@@ -8,8 +8,8 @@ from html import escape
 from autopar.errors import AutoparError
 from autopar.explain.reasons import parts_of_step, plan_reasons
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.report.facts import plan_timeline
 from autopar.report.memory_facts import KIND_WORDS
+from autopar.report.page import plan_timeline
 
 _GIB = 2.0**30
 _SMALLEST_SHARE = 1e-3

@@ -9,7 +9,7 @@ from autopar.cost_models.step.call_trace import HOST_LINK, LAUNCHES
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.report.predicted_step import predicted_step, stage_parts
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 COMPUTE, DATA, BUBBLE, OPTIMIZER = "compute", "waits for the data axis", "pipeline bubble", "optimizer"
 MEASURED_PARTS = {

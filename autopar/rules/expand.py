@@ -23,8 +23,7 @@ from autopar.rules.fused_shards import (
     sharded_dims,
     useful_shards,
 )
-from autopar.rules.registry import Registry
-from autopar.rules.strategy import PASS, REDUNDANT, AxisStrategy
+from autopar.rules.registry import PASS, REDUNDANT, AxisStrategy, Registry
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 

@@ -27,8 +27,7 @@ from .step.out_of_memory import WatchedWork
 from .step.outputs import returned_outputs
 from .step.results import Lacks, build_result, plain_result
 from .step.same_batch import check_same_batch, check_same_gradients, is_checked, record_gradient
-from .step.stale_weights import watch_weights
-from .step.step_checks import StepChecks
+from .step.step_checks import StepChecks, watch_weights
 from .tensors.torch_functions import mark_result, with_plain_gradient
 from .variants import Variant, Variants
 

@@ -14,15 +14,15 @@ from .ops.attention.documents import attention_documents as attention_documents_
 from .ops.attention.dropout import attention_dropout
 from .ops.attention.ring import attention_ring
 from .ops.attention.sharded import attention, attention_heads, attention_rows
-from .ops.control_flow import cond, while_loop
+from .ops.control_flow import cond, opaque, while_loop
 from .ops.experts import expert_capacity
-from .ops.float8 import linear_float8_dynamic
 from .ops.functions import (
     constant,
     count_valid,
     ctc_losses,
     embedding_sharded,
     histogram,
+    linear_float8_dynamic,
     linear_kn,
     local_mean,
     rotary_embedding,
@@ -37,6 +37,5 @@ from .ops.losses import (
     token_log_probs_sharded,
 )
 from .ops.mixtures import moe_experts, moe_experts_dispatched, moe_experts_owned, moe_experts_start, moe_experts_wait
-from .ops.opaque import opaque
 from .ops.space.convolution import avg_pool_halo, convolution_halo, interpolate_halo, max_pool_halo, transposed_convolution_halo
 from .ops.space.norms import adaptive_avg_pool_space, group_norm_space, instance_norm_space, mean_space

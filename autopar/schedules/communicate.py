@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.order import TopologicalOrder, topological_order
+from autopar.schedules.check import TopologicalOrder, topological_order
 
 
 def with_communication(schedule: Schedule, zero: Sequence[int] | None = None) -> Schedule:

@@ -25,9 +25,9 @@ from autopar.decoders.recognize import RecognizedDecoder, recognize, same_model
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.rules.registry import default_registry
+from autopar.software.choose import rank
 from autopar.software.configuration import Configuration, Workload
 from autopar.software.pricer import PricedConfiguration, Pricer
-from autopar.software.search import rank
 from autopar.software.space import recipe_space
 from autopar.software.stacks import SENDS_ONCE, WHOLE_EXPERTS, cluster_with, software_of, written_by
 from autopar.software.stage_points import stage_point, stage_seed

@@ -10,16 +10,15 @@ from pathlib import Path
 
 from autopar.cost_models.hardware.cluster import Cluster, with_memory_margin
 from autopar.errors import AutoparError
+from autopar.software.choose import order_of
 from autopar.software.configuration import Configuration, Workload
 from autopar.software.files.entries import ConfigError, Entries
 from autopar.software.files.formats import read_entries
 from autopar.software.files.text import changed_text, difference
-from autopar.software.jobs import constants_note, workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model
+from autopar.software.models import Model, constants_note, workload_of
 from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Given, Job, Software, Source
-from autopar.software.search import order_of
 
 _LOOKED_AT = 12
 """Neighbours of a configuration that are evaluated."""

@@ -19,8 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.rules.registry import Registry, default_registry
 from autopar.software.configuration import Configuration, Workload
-from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
-from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.solve.fixed.candidate import BlockPlacements, fixed_candidate, place_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Job:
 
     devices, batch, seq: of the whole run; batch is in sequences (0: not said).
     precision: ``bf16``, ``fp16``, ``fp32`` or ``fp8`` (linear layers in float8, all else in bf16).
-    model, decoder: a name of `decoders.from_config`, or sizes that the file states.
+    model, decoder: a name of `decoders.recognize`, or sizes that the file states.
     compiled, async_tp, ep_overlap: switches of overlap and compilation (None: the software's default).
     cpu: the devices are processes on CPUs.
     assumed: what the file leaves open, in words.

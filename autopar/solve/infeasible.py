@@ -12,6 +12,7 @@ from autopar.cost_models.hardware.device_specs import OffloadTarget
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.rules.registry import Registry
+from autopar.runtime.quantities import size_words
 from autopar.solve.bounds.minimum_memory import MinimumMemory, forced_stages, without_forced
 from autopar.solve.ilp.solve_mesh import MeshSolver, PricedPlan
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
@@ -39,7 +40,7 @@ class Relaxation:
 
     def __str__(self) -> str:
         cost = self.plan.evaluation
-        return f"{self.change}: then {self.plan} takes {size_text(cost.peak_memory_bytes)} and {cost.step_seconds:.3g} s a step"
+        return f"{self.change}: then {self.plan} takes {size_words(cost.peak_memory_bytes)} and {cost.step_seconds:.3g} s a step"
 
 
 def explanation(
@@ -80,7 +81,7 @@ def _smaller_margin(nearest: PricedPlan) -> Iterator[str]:
     left = int(1000 * (1 - peak / capacity)) / 1000
     if nearest.shortage_bytes and left >= 0:
         yield (
-            f"a memory margin of {100 * left:.3g} % (`--memory-margin {left:g}`): then {nearest} takes {size_text(peak)} and "
+            f"a memory margin of {100 * left:.3g} % (`--memory-margin {left:g}`): then {nearest} takes {size_words(peak)} and "
             f"{nearest.evaluation.step_seconds:.3g} s a step, and is likelier to run out of memory"
         )
 
@@ -94,11 +95,11 @@ def minimum_memory_plan(graph: Graph, cluster: Cluster, options: SearchOptions, 
 def _shortage_text(
     graph: Graph, cluster: Cluster, options: SearchOptions, nearest: PricedPlan | None, least_bytes: float
 ) -> str:  # fmt: skip
-    memory = size_text(cluster.device.memory_bytes)
+    memory = size_words(cluster.device.memory_bytes)
     margin = cluster.device.memory_margin
     free = f", of which a margin of {100 * margin:.3g} % stays free" if margin else ""
     held = cluster.device.held_bytes
-    free += f"{' and' if free else ', of which'} {size_text(held)} are left to other models" if held else ""
+    free += f"{' and' if free else ', of which'} {size_words(held)} are left to other models" if held else ""
     text = f"{graph.name} at batch {graph.batch} does not fit on {cluster.name} with {memory} a device{free}"
     if nearest is None:
         forced = ", ".join(f"{name}={value}" for name, value in options.force.items())
@@ -110,9 +111,10 @@ def _shortage_text(
         )
     stage = max(evaluation.stage_memory, key=lambda each: each.peak_bytes)
     kind, size = max(stage.table.items(), key=lambda row: row[1])
-    text += f": the plan that takes least memory, {nearest}, is short of {size_text(nearest.shortage_bytes)} at the {stage.place}"
-    text += f", where {_KINDS.get(kind, kind)} {size_text(size)}"
-    return text + (f"; every plan is short of {size_text(least_bytes)} at least" if 0 < least_bytes < inf else "")
+    short = size_words(nearest.shortage_bytes)
+    text += f": the plan that takes least memory, {nearest}, is short of {short} at the {stage.place}"
+    text += f", where {_KINDS.get(kind, kind)} {size_words(size)}"
+    return text + (f"; every plan is short of {size_words(least_bytes)} at least" if 0 < least_bytes < inf else "")
 
 
 _KINDS = {
@@ -128,11 +130,6 @@ _KINDS = {
     "slack": "the allocator's slack takes",
     "base": "the framework's base takes",
 }
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size in GiB or MiB."""
-    return f"{size_bytes / _GIB:.1f} GiB" if size_bytes >= 0.1 * _GIB else f"{size_bytes / 2**20:.1f} MiB"
 
 
 # -- relaxations

@@ -27,7 +27,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_file import plan_file as planfile
 from autopar.ir.plan_file.codec import encode
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.schedules.list_builders import INTERLEAVED
+from autopar.schedules.pipeline_schedule import INTERLEAVED
 from autopar.solve.problem.pins import why_disobeyed_pins
 from autopar.solve.space.options import SearchOptions
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.saved_tensors import observed_saves
 from autopar.ir import dims
-from autopar.ir.describe import parallelism
+from autopar.ir.describe import parallelism, tokens_of
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file.document import Baseline, ClusterInfo, FastestInfo, MeshResult, ModelInfo, Predicted, SearchInfo
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
-from autopar.ir.units import tokens_of
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 from autopar.solve.fixed.baselines import ExpertPrice, PricedRecipe, memory_word
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution

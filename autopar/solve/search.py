@@ -16,13 +16,13 @@ from autopar.solve.bounds.warm_start import WarmStart
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import MeshSolution
 from autopar.solve.mesh.mesh_search import MeshSearch
-from autopar.solve.offload_optimizer import with_offloaded_optimizer
 from autopar.solve.pipeline.least_memory import least_memory_pipeline
 from autopar.solve.pipeline.pipeline_search import PipelineSearch
 from autopar.solve.problem.forced_axes import forced_axes, why_disobeyed
 from autopar.solve.result import PlanResult
 from autopar.solve.search_report import raise_infeasible, report_grid, report_solution, result_of
 from autopar.solve.search_state import Progress, SearchPoint, SearchState
+from autopar.solve.space.force import with_offloaded_optimizer
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import pipeline_asked
 from autopar.solve.tighten import BoundTask, tighten

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.software.pricer import Pricer
-from autopar.solve.fixed.block_placements import BlockPlacements
+from autopar.solve.fixed.candidate import BlockPlacements
 from autopar.validate.configuration import FLOAT8, assumed_of, configuration_of, uses_cuda_graphs, workload_of
 from autopar.validate.rows import Row
 

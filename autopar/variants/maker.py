@@ -1,46 +1,49 @@
-"""Makes the program of a call that is of another kind than those before: captured and planned on rank 0, built on all.
+"""Makes the program of a call that is of another kind than those before: captured and planned on rank 0, built on all. Its graph
+is exported anew, or from the export of an earlier call that differs in its batch or lengths alone.
 
 Inputs that a call gives as DTensors keep their placements on model axes, and so do the results of the same path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.bind import TARGET
+from autopar.capture.bind import TARGET, batch_of, bind_inputs
+from autopar.capture.export import Export
 from autopar.capture.modes import CapturedModes
 from autopar.capture.options import CaptureOptions
 from autopar.capture.state.reads import recorded_reads
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.tensors.sizes import value_bytes
+from autopar.errors import CaptureError
+from autopar.ir.dims import Shape
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.program.build import build_program
-from autopar.program.proof import require_proof
+from autopar.program.build import build_program, require_proof
 from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.comm.agreement import on_first_rank
 from autopar.runtime.device.axis import shares_of
-from autopar.runtime.plain.frozen_reads import FrozenReads, Reads
+from autopar.runtime.plain.frozen_reads import Change, FrozenReads, Reads
 from autopar.runtime.plain.plain_model import preserved_modes
 from autopar.runtime.progress import working
-from autopar.runtime.step.arguments import flatten_arguments, map_arguments
+from autopar.runtime.step.arguments import argument_parts, flatten_arguments, map_arguments
 from autopar.runtime.step.inputs import model_placements, path_word
 from autopar.runtime.step.layouts import empty_of, layout_of
 from autopar.runtime.step.outputs import EVERYTHING
 from autopar.runtime.step.results import Missing
 from autopar.runtime.variants import LOGGER, VariantParts
-from autopar.variants.exports import Exports
 from autopar.variants.planner import plan_variant
 
 MOST_BYTES = 2**30
@@ -212,3 +215,73 @@ def placed_values(graph: Graph, call: KeyedCall) -> dict[str, Mapping[str, Place
 
 def _placements(tensor: DTensor) -> dict[str, Placement]:
     return {axis: parse_placement(text) for axis, text in model_placements(tensor).items()}
+
+
+MOST_EXPORTS = 16
+"""Exports with a symbolic batch or lengths that are kept; the least recently used one goes first."""
+
+Structure = tuple[Hashable, ...]
+
+
+class Exports:
+    """The exports of calls. `shapes` are those of the inputs of the first program, by name."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.sizes: dict[tuple[str, int], set[int | str]] = {
+            (name, dim): {size} for name, shape in shapes.items() for dim, size in enumerate(shape)
+        }
+        self.exports: OrderedDict[tuple[Structure, int], Export] = OrderedDict()
+        self.closed: set[Structure] = set()
+        self.count = 0
+
+    def graph(
+        self,
+        model: nn.Module,
+        modes: tuple[bool, ...],
+        arguments: Mapping[str, Any],
+        options: CaptureOptions,
+        changed: tuple[Change, ...] = (),
+    ) -> Graph:
+        """The graph of a call of the model, which is in these modes, with these attributes `changed`. A size that differed
+        between calls stays a symbol."""
+        bound = bind_inputs(model, (), arguments, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
+        layouts = [layout_of(x) if bound.keeps_layout else () for x in bound.tensors.values()]
+        kinds = tuple((name, x.dtype, x.dim(), x.requires_grad) for name, x in bound.tensors.items())
+        containers = tuple(argument_parts(name, value)[1] for name, value in arguments.items())
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        if not all(isinstance(leaf, Hashable) for leaf in bound.leaves):  # a constant that cannot be compared
+            return Export(model, (), arguments, options).graph
+        structure = (id(model), modes, changed, trained, kinds, *layouts, containers, bound.interface, bound.leaves, options)
+        for key, export in reversed(self.exports.items()):
+            if key[0] == structure and (graph := export.graph_at(bound.tensors)) is not None:
+                self.exports.move_to_end(key)
+                return graph
+        dims = self._open(bound.tensors)
+        if dims and structure not in self.closed:
+            with suppress(CaptureError):
+                export = Export(model, (), arguments, options, dims)
+                if export.lengths:
+                    return self._keep(structure, export)
+            self.closed.add(structure)
+        return self._keep(structure, Export(model, (), arguments, options))
+
+    def _keep(self, structure: Structure, export: Export) -> Graph:
+        """Return the graph of an export, and keep the export where it may hold for other calls."""
+        if not export.is_open:
+            return export.graph
+        self.count += 1
+        self.exports[structure, self.count] = export
+        while len(self.exports) > MOST_EXPORTS:
+            self.exports.popitem(last=False)
+        return export.graph
+
+    def _open(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The dimensions of each input, beside the batch, that had several sizes by now."""
+        found: dict[str, tuple[int, ...]] = {}
+        batch = batch_of(tensors)
+        for name, tensor in tensors.items():
+            own = [(dim, int(size)) for dim, size in enumerate(tensor.shape) if dim or size != batch]
+            for dim, size in own:
+                self.sizes.setdefault((name, dim), set()).add(size)
+            found[name] = tuple(dim for dim, _ in own if len(self.sizes[name, dim]) > 1)
+        return {name: dims for name, dims in found.items() if dims}

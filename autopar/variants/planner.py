@@ -29,8 +29,7 @@ from autopar.passes.lower import lower
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import Registry
 from autopar.runtime.variants import LOGGER
-from autopar.schedules.pipeline_schedule import check_schedule
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import check_schedule, chunks_of_stages
 from autopar.solve.ilp.solve_mesh import MeshSolution, MeshSolver
 from autopar.solve.inference import stored_placements
 from autopar.solve.problem.structure import Placed

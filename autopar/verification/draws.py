@@ -6,7 +6,7 @@ becomes an input, sharded as the plan places the draw: micro-batches, stages and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,9 +68,7 @@ class RecordDraws(TorchDispatchMode):
         self._stack.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_random(func):
             values = out[1] if isinstance(out, (tuple, list)) else out
@@ -87,9 +85,7 @@ class GiveDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = iter(draws)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_random(func):
             draw = next(self._draws, None)

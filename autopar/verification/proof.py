@@ -29,10 +29,9 @@ from autopar.variants.planner import plan_variant
 from autopar.verification.apart import apart, in_dtype, moved_by_a_rounding
 from autopar.verification.differences import Difference, compare
 from autopar.verification.draws import Draw, match_draws, with_draws
-from autopar.verification.lift import has_casts, lift_casts
 from autopar.verification.locate import first_gradient, first_output, with_module_outputs
 from autopar.verification.rank import work
-from autopar.verification.single import LEARNING_RATE, SingleRun, run_single
+from autopar.verification.single import LEARNING_RATE, SingleRun, has_casts, lift_casts, run_single
 
 Say = Callable[[str], None]
 Job = dict[str, Any]

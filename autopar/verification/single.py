@@ -2,28 +2,32 @@
 
 `scan`, `map`, `cond` and `while_loop` are written out in Python: called eagerly, torch compiles them, so that the tensors that a
 body closes over become operands; under a dispatch mode it does not compile, and its autograd then sees the operands alone.
+
+Casts to float32 inside a model are lifted to float64, in the model itself and in a captured graph alike: in float64 both sides
+then compute in float64 throughout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autopar.capture.bind import BoundInputs
 from autopar.capture.results.returned import take_apart
 from autopar.capture.tracing.data.varlen import VarlenAttention, one_at_a_time
 from autopar.errors import CaptureError
+from autopar.ir.graph import Arg, DType, Graph, Value, map_graph
 from autopar.ir.interface import loss_path
 from autopar.verification.apart import apart
 from autopar.verification.draws import Draw, GiveDraws, RecordDraws
-from autopar.verification.lift import lifting
 from autopar.verification.rank import weighted_sum
 
 LEARNING_RATE = 0.1
@@ -125,9 +129,7 @@ class _ModuleOutputs:
 class WriteOutLoops(TorchFunctionMode):
     """While active, loops and branches are the operations that they consist of, each seen by autograd and by other modes."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = _WRITTEN_OUT.get(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else None
         if written is None:
             return func(*args, **(kwargs or {}))
@@ -167,3 +169,48 @@ def _while_loop(
 
 
 _WRITTEN_OUT: Mapping[str, Callable[..., Any]] = {"map_impl": _map, "scan": _scan, "cond": _cond, "while_loop": _while_loop}
+
+
+class LiftCasts(TorchDispatchMode):
+    """While active, whatever an operation would make in float32 it makes in float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lifted = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        operands = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if not func._schema.is_mutable:  # constants of ``torch.FloatTensor``, which no dtype made
+            operands = tree_map(_lifted, operands)
+        return func(*operands, **lifted)
+
+
+def _lifted(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+
+@contextmanager
+def lifting() -> Iterator[None]:
+    """Run a model with its casts lifted; new tensors are float64 where it does not say a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with LiftCasts():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def has_casts(graph: Graph) -> bool:
+    """Return whether something of the graph is float32."""
+    return any(value.dtype == "float32" for block in graph.blocks for value in block.values().values())
+
+
+def lift_casts(graph: Graph) -> Graph:
+    """The same graph with every float32 a float64."""
+    return map_graph(graph, _value, _argument)
+
+
+def _value(value: Value) -> Value:
+    return replace(value, dtype="float64") if value.dtype == "float32" else value
+
+
+def _argument(arg: Arg) -> Arg:
+    return DType("float64") if isinstance(arg, DType) and arg.name == "float32" else arg

@@ -11,9 +11,9 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.state.offload_cost import optimizer_target
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_cost import StateCost
+from autopar.cost_models.state.state_memory import optimizer_target
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost, chunk_costs
@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate, Conversion, NodePlan
 from autopar.rules.conversions import COLLECTIVES
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 PricedCollective = tuple[str, float, AxisLink]
 """Kind, bytes of the unsharded tensor, and the link: the arguments of `collective_seconds`."""

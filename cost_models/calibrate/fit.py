@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 from operator import mul
+from types import MappingProxyType
 from typing import Any
 
 from autopar.cost_models.calibrate.measure import (
@@ -23,7 +24,7 @@ from autopar.cost_models.hardware.cluster import Cluster, read_cluster
 from autopar.cost_models.hardware.cluster_file import in_human_units, preset_path, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Device, Level, Link, OffloadTarget
 from autopar.cost_models.hardware.measured_collectives import MeasuredCollective, rising
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 
 MAX_SLOWDOWN = 1.5
 MAX_SPREAD = 0.3
@@ -247,8 +248,33 @@ def _fit_alpha_beta(link: Link, size: int, launch_seconds: float, run: Sequence[
     return (max(x, 1e-3 * at / aa), bt / bb) if x <= 0 else (at / aa, 1e-3 * bt / bb) if y <= 0 else (x, y)
 
 
+def descend(
+    loss: Callable[[Mapping[str, float]], float],
+    start: Mapping[str, float],
+    bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Return the positive numbers with the least loss, each within its bounds: coordinate descent in logarithms, also along pairs
+    of numbers that move against each other."""
+    best, least, step = dict(start), loss(start), 0.2
+    moves = [{name: sign} for name in start for sign in (1, -1)]
+    moves += [{one: 1, two: -1} for one in start for two in start if one != two]
+    while step > 0.005:
+        for move in moves:
+            tried = dict(best)
+            for name, sign in move.items():
+                low, high = bounds.get(name, (0.0, inf))
+                tried[name] = min(high, max(low, best[name] * exp(sign * step)))
+            value = loss(tried)
+            if value < least - 1e-6:
+                best, least = tried, value
+                break
+        else:
+            step /= 2
+    return best
+
+
 def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequence[Timing]) -> Link:
-    """Return the four numbers of two protocols with the least sum of ``|log(predicted / measured)|``, by coordinate descent."""
+    """Return the four numbers of two protocols with the least sum of ``|log(predicted / measured)|``."""
     numbers = {
         "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second,
         "latency_seconds": 2 * link.latency_seconds,
@@ -256,21 +282,11 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
         "low_latency_seconds": link.latency_seconds,
     }
 
-    def error(trial: dict[str, float]) -> float:
+    def error(trial: Mapping[str, float]) -> float:
         trial_link = replace(link, **trial)  # type: ignore[arg-type]
         return sum(abs(log(predicted_seconds(trial_link, size, launch_seconds, each) / each.seconds)) for each in run)
 
-    best = error(numbers)
-    for step in (2.0, 1.3, 1.1, 1.03, 1.01):
-        moved = True
-        while moved:
-            moved = False
-            for name in numbers:
-                for factor in (step, 1 / step):
-                    trial = {**numbers, name: numbers[name] * factor}
-                    if (trial_error := error(trial)) < best * (1 - 1e-9):
-                        numbers, best, moved = trial, trial_error, True
-    return replace(link, **numbers)  # type: ignore[arg-type]
+    return replace(link, **descend(error, numbers))  # type: ignore[arg-type]
 
 
 def calibration_document(calibration: Calibration, source: dict[str, Any]) -> dict[str, Any]:

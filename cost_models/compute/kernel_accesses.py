@@ -4,7 +4,7 @@ Matrix products, lookups and losses are kernels of their own and divide the othe
 those of its operands that come after equally many products. Within a kernel values are in registers, and each tensor is read from
 memory once. A value that nothing but streaming operations reads is not written, unless it is made of many tensors; a later kernel
 computes it again, from what is in memory. So is what the backward needs of the forward (torch's min-cut partitioning saves the
-same: `fused_saves`).
+same: `fusion`).
 
 Gradients likewise: each product that reads a value writes a gradient of its own, and the kernel that adds them reads them all.
 The gradient of a sum is that of its addends, the same memory. The gradient of a norm's weight, a sum over rows, is made by the

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.cost_models.compute.convolutions import Convolution, convolution, convolution_flops_per_second
 from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.compute.kernels import (
     TRANSCENDENTAL_BACKWARD,
+    Convolution,
     attention_seconds,
+    convolution,
+    convolution_flops_per_second,
     fresh_page_seconds,
     operation_seconds,
     product_memory_seconds,
@@ -20,7 +22,7 @@ from autopar.cost_models.compute.kernels import (
     streaming_seconds,
 )
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
-from autopar.cost_models.compute.operation_collectives import exposed_collective_seconds, work_imbalance
+from autopar.cost_models.compute.overlapped_collectives import exposed_collective_seconds, work_imbalance
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
@@ -30,7 +32,7 @@ from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, Shard
 from autopar.ir.plan import NodePlan
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.attention import packed_tokens, sees_all_keys
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.losses import runs_in_chunks

@@ -12,8 +12,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from autopar.cost_models.events.memory_terms import Of
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.hardware.software_traits import Overlap
+from autopar.cost_models.state.state_cost import StateCommunication
 
 GATHER, REDUCTION = "all-gather of weights", "reduction of gradients"
 """Names of transfers on the data axis."""

@@ -13,12 +13,9 @@ from autopar.cost_models.hardware.allocator import MEMORY_MARGIN
 from autopar.cost_models.hardware.bottleneck import bottleneck_device, bottleneck_note, bottleneck_of
 from autopar.cost_models.hardware.cluster_file import preset_path, presets, read_yaml, with_base
 from autopar.cost_models.hardware.device_specs import Device, Link, NodeGroup, OffloadTarget
-from autopar.cost_models.hardware.document_lengths import DocumentLengths, parse_document_lengths
-from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.hardware.stack_entries import planner_fractions
-from autopar.cost_models.hardware.state_layouts import StateLayout
-from autopar.cost_models.hardware.tuned_rates import TunedRates, parse_tuned
+from autopar.cost_models.hardware.software_traits import Overlap, StateLayout
+from autopar.cost_models.hardware.stack_entries import TunedRates, parse_tuned, planner_fractions
+from autopar.cost_models.hardware.workload import DocumentLengths, ExpertLoad, parse_document_lengths, parse_expert_load
 from autopar.errors import ClusterError
 
 

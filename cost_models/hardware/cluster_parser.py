@@ -12,8 +12,7 @@ from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES
 from autopar.cost_models.hardware.cluster_file import human_key, nonnegative
 from autopar.cost_models.hardware.device_specs import ALGORITHMS, LINK_KINDS, Device, Link, NodeGroup, OffloadTarget
 from autopar.cost_models.hardware.measured_collectives import KINDS, STATE_KINDS, MeasuredCollective, PiecewiseLinear
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.hardware.software_traits import Overlap, StateLayout
 from autopar.errors import ClusterError
 
 Reader = Callable[[Any, str], Any]

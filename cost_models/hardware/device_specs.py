@@ -224,7 +224,7 @@ class AxisLink:
     cost_cache: dict[str, tuple[AlphaBetaCost, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Filled by comm/alpha_beta.py: the costs of each kind of collective on these links."""
     table_cache: dict[str, PiecewiseLinear | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Filled by comm/measured_tables.py: the table of each kind, None where the alpha-beta model prices it."""
+    """Filled by comm/collectives.py: the table of each kind, None where the alpha-beta model prices it."""
 
     def __hash__(self) -> int:
         return hash((self.size, self.launch_seconds, *(level.link.name for level in self.levels)))

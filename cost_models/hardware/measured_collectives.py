@@ -2,7 +2,7 @@
 
 A latency and a bandwidth (alpha-beta) do not describe all that libraries do: on CPU ranks a buffer above the C library's mmap
 threshold (32 MiB at most in glibc) is new memory each time, whose pages the kernel has to map, so that seconds are convex in
-bytes. comm/measured_tables.py prices with these tables, and with alpha-beta where there is none.
+bytes. comm/collectives.py prices with these tables, and with alpha-beta where there is none.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Device, Link
 from autopar.cost_models.hardware.mesh_links import has_symmetric_memory
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.hardware.stack_entries import (
     DEFAULT_STACK,
     FIELDS,

@@ -1,15 +1,26 @@
-"""Memory of parameters, gradients and optimizer state under ZeRO, in bytes on one device."""
+"""Memory of parameters, gradients and optimizer state under ZeRO, in bytes on one device; and of optimizer state that lies in
+host memory, or on NVMe, between steps the bytes on the device meanwhile, and the seconds of its update.
+
+The update is that of the runtime (`runtime/state/offload_optimizer.py`): parameters in parts, the state of a part copied to the
+device, updated there, and copied back, while that of the next part is on its way. All copies share one CUDA stream, so that
+reading and writing add up: an update takes ``max(update on the device, state / read bandwidth + state / write bandwidth)`` where
+there are several parts; one part alone takes the sum, which is at most one part's update longer. (ZeRO-Infinity, arXiv
+2104.07857, section 4: what bounds an offloaded optimizer is the bandwidth to where its state lies, which is read and written once
+a step; NVMe is the same with a lower bandwidth.) On a CPU nothing overlaps: they add up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from autopar.cost_models.hardware.device_specs import OffloadTarget
-from autopar.cost_models.hardware.state_layouts import StateLayout
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.hardware.device_specs import Device, OffloadTarget
+from autopar.cost_models.hardware.software_traits import StateLayout
 from autopar.cost_models.state.optimizers import Optimizer
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.tensors.sizes import itemsize
+from autopar.errors import PlanError
 from autopar.ir.plan import Precision
 
 
@@ -189,3 +200,47 @@ def state_memory(group: StateGroup, zero: int, shards: int, policy: StatePolicy,
         offloaded=trainable * state_bytes / optimizer_shards if policy.offload else 0.0,
         offloaded_masters=trainable * policy.master_bytes / optimizer_shards if policy.offload else 0.0,
     )
+
+
+PART_BYTES = 2.0**28
+"""Bytes of the parameters of one part (`offload_optimizer.PART_BYTES`)."""
+
+_PARTS = 2
+"""Parts whose state is on the device: the one that is updated, and the one that is on its way."""
+
+
+def offloaded_update_seconds(update_seconds: float, state_bytes: float, target: OffloadTarget, device: Device) -> float:
+    """Return the seconds of updating a shard whose `state_bytes` lie at `target`. `update_seconds`: on the device."""
+    copies = sum(target.copy_seconds(state_bytes))
+    return update_seconds + copies if device.kind == "cpu" else max(update_seconds, copies)
+
+
+def update_temporaries(states: Sequence[StateMemory], foreach: bool) -> float:
+    """Return the bytes that the optimizer's update has on the device beside parameters and gradients: temporaries, and the state
+    of the parts that pass through where it is offloaded."""
+    largest = max(state.largest_tensor for state in states)
+    masters = sum(state.offloaded_masters for state in states)
+    temporaries = sum(state.update_temporaries for state in states) if foreach else 2 * largest
+    if not masters:
+        return temporaries
+    part = max(PART_BYTES, largest)
+    passing = min(1.0, _PARTS * part / masters) * sum(state.offloaded for state in states)
+    return (min(temporaries, part) if foreach else temporaries) + passing
+
+
+def offload_target(cluster: Cluster, where: str, what: str) -> OffloadTarget:
+    """Return the host memory (``cpu``) or NVMe of one device. PlanError where the cluster describes none of it."""
+    key = "host" if where == "cpu" else "nvme"
+    target: OffloadTarget | None = getattr(cluster, key)
+    if target is None:
+        raise PlanError(
+            f"the description of {cluster.name} has no {key}, so no {what} can be offloaded to it: add `{key}:`, or plan "
+            "without offloading"
+        )
+    return target
+
+
+def optimizer_target(cluster: Cluster, precision: Precision) -> OffloadTarget | None:
+    """Return where the optimizer's state lies between steps; None where it stays on the device."""
+    where = precision.offload_optimizer
+    return offload_target(cluster, where, "optimizer state") if where else None

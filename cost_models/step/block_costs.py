@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cost_models.comm.conversion_costs import ConversionCost, conversion_cost, partition_seconds
 from autopar.cost_models.comm.shard_groups import expert_links, stage_link, state_links
-from autopar.cost_models.compute.fused_saves import with_fused_saves
+from autopar.cost_models.compute.fusion import with_fused_saves
 from autopar.cost_models.compute.kernel_accesses import Access, fused_profile, kernel_accesses
 from autopar.cost_models.compute.loss_chunks import chunk_count, gradient_bytes
 from autopar.cost_models.compute.operations import NodeCost, Profile, expert_imbalance, node_cost, profile, token_copy_share
@@ -18,19 +18,17 @@ from autopar.cost_models.compute.overlapped_collectives import WEIGHT_GRADIENT_S
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.hardware.software_stacks import with_compilation
-from autopar.cost_models.state.offload_cost import offload_target, optimizer_target
 from autopar.cost_models.state.optimizers import Optimizer
-from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_cost import StateCost, state_cost, state_price_bends
+from autopar.cost_models.state.state_cost import StateCommunication, StateCost, state_cost, state_price_bends
 from autopar.cost_models.state.state_group import StateGroup, state_group
-from autopar.cost_models.state.state_memory import StatePolicy
+from autopar.cost_models.state.state_memory import StatePolicy, offload_target, optimizer_target
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.cost_models.tensors.sizes import shard_count, value_bytes
 from autopar.ir.graph import Block, Node, Parameter, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, NodePlan, Precision
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.attention import with_packed_tokens
 from autopar.operations.experts import expert_degrees
 from autopar.operations.losses import runs_in_chunks

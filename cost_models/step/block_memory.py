@@ -14,7 +14,7 @@ from autopar.cost_models.compute.loss_chunks import chunk_bytes
 from autopar.cost_models.compute.operations import token_copy_share
 from autopar.cost_models.step.block_costs import BlockCosts, SavedTensor
 from autopar.cost_models.step.recompute import RecomputePlan
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
+from autopar.cost_models.tensors.sizes import Aliases, PlacedValue
 from autopar.ir.graph import Graph
 from autopar.ir.plan import BlockPlan, Conversion, NodePlan
 from autopar.operations.losses import WITHIN_LOSS, runs_in_chunks

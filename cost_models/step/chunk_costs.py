@@ -11,19 +11,17 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink
 from autopar.cost_models.hardware.mesh_links import links_of_axis
 from autopar.cost_models.state.optimizers import Optimizer
-from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_cost import StateCost
+from autopar.cost_models.state.state_cost import StateCommunication, StateCost
 from autopar.cost_models.step.call_trace import NO_LINKS, CallTrace
 from autopar.cost_models.step.micro_batch_clock import CallSegments, StepPasses, simulate_step
-from autopar.cost_models.step.stage_devices import stage_clusters
-from autopar.cost_models.step.stage_p2p import send_seconds, stage_link
+from autopar.cost_models.step.stage_devices import send_seconds, stage_clusters, stage_link
 from autopar.ir.graph import Graph, Parameter
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import BlockSlice, joined_slices, repeatable_values
 from autopar.ir.placement import Placements
 from autopar.ir.plan import Candidate
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from autopar.cost_models.step.stage_times import StageTime, stage_times
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, Mesh
 from autopar.ir.plan import BlockPlan, Candidate
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 _MAX_TRACES = 8
 """Traces of one block on one mesh that are remembered."""

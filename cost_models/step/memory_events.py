@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autopar.cost_models.events.memory_terms import CALL_FIELDS, CallMemory, EventTerms, Of, Term, step_events
-from autopar.cost_models.state.offload_cost import update_temporaries
-from autopar.cost_models.state.state_memory import StateMemory
+from autopar.cost_models.state.state_memory import StateMemory, update_temporaries
 
 KINDS = (
     "parameters", "optimizer", "gradients", "gathered", "activations", "temporaries", "collectives", "buffers", "inputs", "slack",

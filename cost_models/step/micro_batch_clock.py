@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.events.state_transfers import GATHER, REDUCTION, Edge, PassTransfers, step_transfers
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.hardware.software_traits import Overlap
+from autopar.cost_models.state.state_cost import StateCommunication
 from autopar.cost_models.step.call_trace import Segment
 from autopar.cost_models.step.streams import StreamRecord, Streams, StreamSpan
 

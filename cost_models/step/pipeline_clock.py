@@ -10,11 +10,9 @@ from functools import lru_cache
 
 from autopar.ir.plan import Pipeline
 from autopar.schedules.builder import group_of
+from autopar.schedules.check import InFlight, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, RankSeconds, ScheduleClock
-from autopar.schedules.in_flight import InFlight, peak_in_flight
-from autopar.schedules.list_builders import builder_named
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import builder_named, chunks_of_stages, schedule_of
 from autopar.schedules.shared_cores import SharedCores
 from autopar.schedules.weight_versions import unroll_window, weight_version_window
 

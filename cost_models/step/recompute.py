@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.step.block_costs import BlockCosts
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.sizes import Aliases, PlacedValue, aliases
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Node
 from autopar.ir.placement import Shard, format_placements

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.hardware.allocator import NOT_TENSORS, communicator_count, fragmentation, process_bytes
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.state.offload_cost import optimizer_target, update_temporaries
-from autopar.cost_models.state.state_memory import StateMemory
+from autopar.cost_models.state.state_memory import StateMemory, optimizer_target, update_temporaries
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import OwnedState
@@ -25,7 +24,7 @@ from autopar.cost_models.step.stage_devices import stage_clusters
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 
 @dataclass(frozen=True, slots=True)

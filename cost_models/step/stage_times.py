@@ -12,13 +12,13 @@ from autopar.cost_models.state.state_group import state_group
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import ChunkCost
 from autopar.cost_models.step.pipeline_clock import run_schedule
-from autopar.cost_models.step.stage_p2p import link_among_stages
+from autopar.cost_models.step.stage_devices import link_among_stages
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.plan import Candidate
 from autopar.schedules.clock import ChunkSeconds, RankSeconds
-from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+from autopar.schedules.pipeline_schedule import chunks_of_stages, stage_of_chunks
 
 
 @dataclass(frozen=True, slots=True)

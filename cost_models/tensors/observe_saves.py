@@ -17,7 +17,7 @@ from autopar.cost_models.tensors import operation_functions
 from autopar.cost_models.tensors.saved_tensors import SAMPLE_BATCH, Signature, saved_bytes
 from autopar.ir import dims
 from autopar.ir.graph import Arg, DType, Ref, Symbol
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.table import operation
 
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from autopar.cost_models.tensors.sizes import itemsize
 from autopar.ir import dims
 from autopar.ir.graph import Arg, Graph, Node, Ref, Value, map_arguments
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 from autopar.operations.experts import ExpertShapes
 from autopar.operations.table import operation
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     *("runtime", "errors", "files", "model_configs", "ir", "checker", "operations", "schedules", "ops", "capture", "rules"),
     *("cost_models", "solve", "explain", "report", "decoders", "software", "precision", "options"),
-    *("plan_inputs", "plan_inference", "planning", "passes"),
+    *("plan_inputs", "planning", "passes"),
     *("program", "variants", "dryrun", "weight_transfer", "given_plan", "joint_plan", "several_models", "api", "tune"),
     *("integrations", "verification", "doctor", "machine_report", "validate", "launch", "cli"),
 ]

@@ -56,7 +56,7 @@ def measured(case: Case) -> dict[str, float | str]:
     """One run, without the cache of plans."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "autopar.cli", "plan", *case.words.split(), "--no-cache", "-o", str(path)]
+        command = [sys.executable, "-m", "autopar", "plan", *case.words.split(), "--no-cache", "-o", str(path)]
         began = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from autopar.errors import AutoparError
 from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import schedule_of, stage_of_chunks
 from autopar.schedules.synthesis.task import MemoryLimits, Task
 from autopar.solve.pipeline.synthesize import synthesize
 

@@ -15,8 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.validate.constants import Fitter, Item, step_seconds
-from autopar.validate.out_of_sample import Group, grouped
+from autopar.validate.constants import Fitter, Group, Item, grouped, step_seconds
 from autopar.validate.price import Session
 from autopar.validate.rows import bundled_table, read_table
 

@@ -16,10 +16,9 @@ from torch.export import ExportedProgram
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
-from autopar.capture.normalize.statistics import statistics
 from autopar.capture.tracing import trace
 from autopar.capture.tracing.decomposition.nodes import decomposed_graph
-from autopar.capture.tracing.decomposition.program import retraced
+from autopar.capture.tracing.decomposition.program import retraced, statistics
 from autopar.capture.tracing.decomposition.writes import NotLocal
 from autopar.capture.tracing.guards import NO_GRAD_MARK
 from autopar.capture.tracing.places import is_assertion

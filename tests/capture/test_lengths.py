@@ -14,8 +14,8 @@ from autopar.capture.export import Export
 from autopar.capture.options import CaptureOptions
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
-from autopar.variants import exports
-from autopar.variants.exports import Exports
+from autopar.variants import maker
+from autopar.variants.maker import Exports
 
 
 class Asking(nn.Module):
@@ -93,7 +93,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(args)
         return Export(*args)
 
-    monkeypatch.setattr(exports, "Export", export)
+    monkeypatch.setattr(maker, "Export", export)
     return made
 
 

@@ -13,8 +13,7 @@ import autopar
 from autopar.capture import capture
 from autopar.checker.certificate import certify
 from autopar.planning import make_plan
-from autopar.program.build import program_text
-from autopar.program.proof import prove_program
+from autopar.program.build import program_text, prove_program
 
 WIDTH = 16
 

@@ -10,7 +10,7 @@ from support.plans.drawn_candidates import drawn_candidate
 from support.plans.forced_plans import bundled_graph
 
 from autopar.checker.certificate import certify
-from autopar.cli.__main__ import main
+from autopar.cli import main
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Candidate
 from autopar.program.build import program_text

@@ -9,7 +9,7 @@ from autopar.capture.models import load_model
 from autopar.dryrun.run import dry_run
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import make_plan
-from autopar.program.proof import prove_program
+from autopar.program.build import prove_program
 
 FAST = (
     ("gpt2-tiny", "dp=2,tp=2"),

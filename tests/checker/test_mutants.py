@@ -26,7 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Candidate
 from autopar.program.build import program_text
-from autopar.verification.lift import lift_casts
+from autopar.verification.single import lift_casts
 
 COUNT = int(os.environ.get("AUTOPAR_MUTANTS", "0"))
 FAST, SLOW = (

@@ -17,8 +17,7 @@ from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.plan_inputs import registry
 from autopar.planning import make_plan
-from autopar.program.build import program_text
-from autopar.program.proof import require_proof
+from autopar.program.build import program_text, require_proof
 from autopar.variants.planner import plan_variant
 
 CLUSTER = "local:4"

@@ -53,7 +53,7 @@ def test_bad_targets(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_really(processes: int, tmp_path: Path) -> None:
     """Under a minute for four ranks on two cores with nothing else to do; the processor time counts here."""
     path, start = tmp_path / "cluster.yaml", time.monotonic()
-    command = [sys.executable, "-m", "autopar.cli", "calibrate", "-o", str(path), "--processes", str(processes)]
+    command = [sys.executable, "-m", "autopar", "calibrate", "-o", str(path), "--processes", str(processes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=320)
     assert done.returncode == 0, done.stderr
     elapsed, busy = time.monotonic() - start, yaml.safe_load(path.read_text())["source"]["slowdown"]

@@ -10,7 +10,7 @@ import pytest
 from support.harness.processor_seconds import processor_seconds
 
 from autopar.cli import main
-from autopar.cost_models.hardware.document_lengths import DocumentLengths
+from autopar.cost_models.hardware.workload import DocumentLengths
 
 MODEL = """
 import torch

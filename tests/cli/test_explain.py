@@ -12,7 +12,7 @@ from support.models.handwritten_blocks import gpt2_graph
 
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
+from autopar.ir.plan_file.codec import graph_fingerprint
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.plan_of_result import plan_of_result

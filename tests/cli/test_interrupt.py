@@ -16,7 +16,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = ["plan", "llama3-8b", "--cluster", "dgx-h100:8", "--batch", "128", "--seq", "8192", "--dtype", "bf16", "--no-cache"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "autopar.cli", *words, "-o", str(path)],
+        [sys.executable, "-m", "autopar", *words, "-o", str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit that it is ignored
     )  # fmt: skip

@@ -19,7 +19,7 @@ from autopar import tune
 from autopar.capture.models import load_model
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.tuned_rates import TunedRates
+from autopar.cost_models.hardware.stack_entries import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.dryrun.run import make_optimizer
 from autopar.ir.plan import Precision

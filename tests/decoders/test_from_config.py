@@ -8,8 +8,7 @@ import pytest
 from support.plans.forced_plans import bundled_graph
 
 from autopar.capture.models import bundled_models
-from autopar.decoders.from_config import decoder_of
-from autopar.decoders.recognize import recognize
+from autopar.decoders.recognize import decoder_of, recognize
 from autopar.model_configs import named_configs
 
 

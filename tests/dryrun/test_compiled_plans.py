@@ -19,7 +19,7 @@ from autopar.cli.evaluation import evaluation_of
 from autopar.cost_models.hardware.bottleneck import bottleneck_device
 from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
 from autopar.cost_models.hardware.software_stacks import with_compilation, with_stack
-from autopar.cost_models.hardware.tuned_rates import TunedRates
+from autopar.cost_models.hardware.stack_entries import TunedRates
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.given_plan import compiler_of, priced_as
 from autopar.ir.plan_file.plan_file import Plan

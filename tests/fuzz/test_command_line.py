@@ -121,7 +121,7 @@ def test_homes(quick: None, lines: dict[str, list[str]], tmp_path: Path, monkeyp
     assert said.status == 0, said
 
 
-AUTOPAR = [sys.executable, "-m", "autopar.cli"]
+AUTOPAR = [sys.executable, "-m", "autopar"]
 
 
 def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:

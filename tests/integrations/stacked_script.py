@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import autopar
-from autopar.integrations.checkpoints import load_weights
+from autopar.integrations.one_device import load_weights
 from autopar.runtime.pretrained import stacked
 from autopar.runtime.pretrained.weight_files import list_files
 

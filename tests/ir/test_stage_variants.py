@@ -12,8 +12,8 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.ir.pipeline.split_blocks import single_tensor_cuts, split_block, split_like
 from autopar.ir.pipeline.stage_variants import with_stage_variants, without_stage_variants
+from autopar.ir.plan_file.codec import graph_fingerprint
 from autopar.ir.plan_file.document import ClusterInfo, ModelInfo, Parallelism
-from autopar.ir.plan_file.fingerprint import graph_fingerprint
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan, check_graph, load_plan
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.models.handwritten_blocks import gpt2_graph
 
+from autopar.ir.describe import tokens_of, unit_of
 from autopar.ir.graph import Graph, Value
-from autopar.ir.units import tokens_of, unit_of
 
 
 def graph_of(**inputs: tuple[tuple[int | str, ...], str]) -> Graph:

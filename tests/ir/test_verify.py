@@ -19,7 +19,7 @@ from autopar.ir.plan_file.document import ClusterInfo, ModelInfo, Parallelism
 from autopar.ir.verify import verify_candidate
 from autopar.rules.check import check_strategies
 from autopar.rules.registry import default_registry
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 MESHES = [{"dp": 4}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "tp2": 2}]
 

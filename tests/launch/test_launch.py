@@ -21,8 +21,7 @@ from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import presets
 from autopar.errors import AutoparError
-from autopar.launch.job import Launch, job_of, node_devices
-from autopar.launch.registry import WRITERS, accelerator, writer_named
+from autopar.launch.job import WRITERS, Launch, accelerator, job_of, node_devices, writer_named
 
 SCHEMAS = (
     "pip install --target ../schedulers skypilot kubernetes-validate jsonschema, copy kubeflow.org_pytorchjobs.yaml (Kubeflow's "

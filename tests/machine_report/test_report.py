@@ -161,7 +161,7 @@ def test_steps_fit_the_device(case: StepCase) -> None:
 def test_really(tmp_path: Path) -> None:
     """Everything, on this machine's CPU: every model is measured beside its prediction, and equals one process."""
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "autopar.cli", "calibrate", "--report", str(path), "--processes", "2", "--minutes", "60"]
+    command = [sys.executable, "-m", "autopar", "calibrate", "--report", str(path), "--processes", "2", "--minutes", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(path.read_text())

@@ -20,9 +20,9 @@ from support.plans.mesh import mesh_of
 from autopar.ir.graph import Call
 from autopar.program.block_source import batch_size_source, shape_comment
 from autopar.program.build import program_text
+from autopar.program.checks import attribute_of
 from autopar.program.load import load_program
 from autopar.program.loops import loops_of_calls
-from autopar.program.names import attribute_of
 from autopar.runtime.module import ParameterSpec
 
 

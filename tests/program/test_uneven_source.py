@@ -17,7 +17,7 @@ from autopar.ir.plan import Candidate
 from autopar.passes.lower import lower
 from autopar.passes.lowered import Lowered
 from autopar.program.build import render
-from autopar.rules.uneven_shards import require_whole_examples
+from autopar.rules.localize import require_whole_examples
 
 
 def uneven(kind: str, seed: int = 0) -> tuple[Graph, Candidate, Lowered]:

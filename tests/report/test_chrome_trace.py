@@ -10,9 +10,9 @@ import pytest
 
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.report import chrome_trace as module
-from autopar.report.chrome_trace import DATA, PASSES, chrome_trace
-from autopar.report.facts import plan_timeline
+from autopar.report import timeline as module
+from autopar.report.page import plan_timeline
+from autopar.report.timeline import DATA, PASSES, chrome_trace
 from autopar.runtime.report.trace_event import MAIN
 
 PRECISION = 2e-3

@@ -19,8 +19,7 @@ from autopar.cost_models.tensors.saved_tensors import saves_from_file
 from autopar.ir.plan import Pipeline
 from autopar.ir.plan_file.document import ClusterInfo
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.report.facts import page_facts
-from autopar.report.page import page_of, report_page
+from autopar.report.page import page_facts, page_of, report_page
 from autopar.report.search_facts import SearchedChange
 
 ACTIONS = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"

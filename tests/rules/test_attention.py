@@ -11,8 +11,7 @@ from autopar.ir.graph import Block
 from autopar.ir.placement import Shard
 from autopar.operations.attention import is_mirrored, last_rank_imbalance
 from autopar.rules.expand import block_strategies, combine_axes
-from autopar.rules.registry import default_registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, default_registry
 
 SDPA = "aten.scaled_dot_product_attention"
 

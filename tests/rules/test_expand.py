@@ -11,8 +11,7 @@ from autopar.errors import UnsupportedOp
 from autopar.ir.graph import Block
 from autopar.ir.placement import Partial
 from autopar.rules.expand import block_strategies, combine_axes, missing_rules
-from autopar.rules.registry import Registry, default_registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, Registry, default_registry
 
 REGISTRY = default_registry()
 

@@ -19,8 +19,7 @@ from autopar.ir.plan import NodePlan
 from autopar.operations.factories import whole_rule
 from autopar.rules.expand import block_strategies, combine_axes, factor_strategy, fit_node, missing_rules
 from autopar.rules.fused_shards import is_legal
-from autopar.rules.registry import Registry, default_registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, Registry, default_registry
 
 REGISTRY = default_registry()
 CASES = [*single_operations(), *further_operations()]

@@ -12,9 +12,7 @@ from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Schedule
 from autopar.schedules.check import check
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.list_builders import builder_named, schedule_names
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import builder_named, schedule_names, schedule_of, stage_of_chunks
 
 
 def torchs(name: str, stages: int, virtual: int, micro_batches: int) -> str:

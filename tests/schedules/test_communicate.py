@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import COMPUTE, Action, Schedule
 from autopar.schedules.communicate import with_communication
-from autopar.schedules.list_builders import builder_named, schedule_names
-from autopar.schedules.pipeline_schedule import schedule_of
+from autopar.schedules.pipeline_schedule import builder_named, schedule_names, schedule_of
 
 PEER = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.plan import Pipeline
-from autopar.schedules.clock import ActionSpan, ChunkSeconds, ScheduleClock
-from autopar.schedules.draw import draw
+from autopar.schedules.clock import ActionSpan, ChunkSeconds, ScheduleClock, draw
 from autopar.schedules.pipeline_schedule import schedule_of
 
 

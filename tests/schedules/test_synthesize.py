@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 from autopar.errors import Infeasible, PlanError
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action, Schedule
-from autopar.schedules.check import check
+from autopar.schedules.check import check, peak_in_flight
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.in_flight import peak_in_flight
-from autopar.schedules.list_builders import schedule_names
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import schedule_names, schedule_of, stage_of_chunks
 from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules
-from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
-from autopar.schedules.synthesis.merge_backward import with_merged_backwards
-from autopar.schedules.synthesis.task import MemoryLimits, Task
+from autopar.schedules.synthesis.known_orders import with_merged_backwards
+from autopar.schedules.synthesis.task import MemoryLimits, Task, makespan_lower_bound
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.synthesize import Synthesis, synthesize
 

@@ -20,13 +20,12 @@ from support.software import FOLDER
 from support.software.accept import answers
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.software.choose import choose
+from autopar.software.choose import FEW, choose
 from autopar.software.configuration import Configuration
 from autopar.software.files.text import text_of
 from autopar.software.known.registry import known_software
 from autopar.software.models import model_of
 from autopar.software.record import Job
-from autopar.software.search import FEW
 
 ROOT = Path(__file__).parents[2]
 ACCEPT = ROOT / "tests" / "support" / "software" / "accept.py"

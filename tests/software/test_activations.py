@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.decoders.from_config import decoder_of
+from autopar.decoders.recognize import decoder_of
 from autopar.errors import AutoparError
 from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration
-from autopar.software.jobs import workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model
+from autopar.software.models import Model, workload_of
 from autopar.software.pricer import PricedConfiguration, Pricer
 from autopar.software.record import Job
 

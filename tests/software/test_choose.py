@@ -13,15 +13,13 @@ import pytest
 from autopar.cli import main
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, Infeasible
-from autopar.software.choose import choose, files_of
+from autopar.software.choose import choose, files_of, rank
 from autopar.software.configuration import Configuration
 from autopar.software.fit import fit, read_job
-from autopar.software.jobs import workload_of
 from autopar.software.known.registry import known_software
-from autopar.software.models import Model, model_of
+from autopar.software.models import Model, model_of, workload_of
 from autopar.software.pricer import Pricer
 from autopar.software.record import Given, Job
-from autopar.software.search import rank
 from autopar.software.spending import measurement, offer_of, spending_of
 
 

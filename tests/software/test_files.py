@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.decoders.from_config import decoder_of
+from autopar.decoders.recognize import decoder_of
 from autopar.model_configs import named_configs
 from autopar.software.configuration import Configuration
 from autopar.software.files.entries import ConfigError

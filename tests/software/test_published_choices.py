@@ -11,9 +11,9 @@ from support.oracles.published_rows import session, table
 from support.published_runs import comparable_runs, recipe_of, workload_of
 
 from autopar.errors import AutoparError
+from autopar.software.choose import MANY, rank
 from autopar.software.configuration import Configuration
 from autopar.software.pricer import Pricer
-from autopar.software.search import MANY, rank
 from autopar.software.space import recipe_space
 from autopar.validate.configuration import configuration_of
 from autopar.validate.rows import Row

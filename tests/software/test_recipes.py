@@ -19,14 +19,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.software.by_hand import runs_of, seeds_of, software_of, stored_runs, with_expert_prices, with_reasons
+from autopar.software.choose import FEW, rank
 from autopar.software.pricer import Pricer
-from autopar.software.search import FEW, rank
 from autopar.software.space import recipe_space
 from autopar.software.stacks import written_by
 from autopar.solve.fixed.baselines import PricedRecipe, baselines
-from autopar.solve.fixed.candidate import price_configuration
+from autopar.solve.fixed.candidate import price_configuration, with_seeds
 from autopar.solve.fixed.configuration import FixedConfiguration
-from autopar.solve.fixed.seeds import with_seeds
 from autopar.solve.plan_of_result import as_baseline
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of

@@ -13,12 +13,12 @@ from autopar.decoders.graphs import RunOptions, graph_of
 from autopar.ir.plan import Precision
 from autopar.software import by_hand
 from autopar.software.by_hand import seeds_of, with_expert_prices, with_stage_seeds
+from autopar.software.choose import Ranking
 from autopar.software.configuration import Configuration
 from autopar.software.pricer import Pricer
-from autopar.software.search import Ranking
 from autopar.software.stage_points import stage_mesh, stage_point, stage_seed
 from autopar.solve.fixed.baselines import RECIPES, baselines
-from autopar.solve.fixed.seeds import with_seeds
+from autopar.solve.fixed.candidate import with_seeds
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
 from autopar.validate.architectures import architecture_of

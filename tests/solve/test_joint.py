@@ -16,7 +16,7 @@ from support.plans.mesh import mesh_of
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_memory import saved_storages
 from autopar.cost_models.step.evaluate import evaluate
-from autopar.cost_models.tensors.aliases import PlacedValue
+from autopar.cost_models.tensors.sizes import PlacedValue
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Candidate, Precision

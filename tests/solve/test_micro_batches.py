@@ -10,7 +10,7 @@ from support.models.solver_graphs import drawn_graph
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

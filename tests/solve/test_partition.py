@@ -22,7 +22,7 @@ from autopar.ir.verify import verify_candidate
 from autopar.solve.bounds.memory_frontier import with_fixed_placements
 from autopar.solve.ilp import recompute_offload
 from autopar.solve.ilp.formulate import formulate
-from autopar.solve.ilp.partition import partition_axes
+from autopar.solve.ilp.storages import partition_axes
 from autopar.solve.problem.problem import Problem
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search

@@ -21,8 +21,7 @@ from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_variants import with_stage_variants, without_stage_variants
 from autopar.ir.plan import Candidate, Precision
 from autopar.ir.verify import verify_candidate
-from autopar.schedules.list_builders import schedule_names
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages, schedule_names
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.split_blocks import with_split_blocks
 from autopar.solve.pipeline.stage_partition import best_partition

@@ -12,7 +12,7 @@ from autopar.cost_models.step.evaluate import evaluate
 from autopar.ir.plan import Precision
 from autopar.schedules.check import check
 from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.solve.refine_schedule import with_synthesized_schedule
+from autopar.solve.choice import with_synthesized_schedule
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions

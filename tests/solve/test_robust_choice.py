@@ -13,13 +13,13 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import PlanError
 from autopar.ir.plan import Candidate
+from autopar.solve.choice import complexity, robust_choice
 from autopar.solve.fixed.baselines import baselines
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.result import PlanResult
-from autopar.solve.robust_choice import complexity, robust_choice
 from autopar.solve.space.options import SearchOptions
 
 GRAPH = llama_graph(layers=4, batch=32, seq=512, hidden=1024, heads=8, kv_heads=4)
@@ -86,7 +86,7 @@ def test_offloading_must_earn_it(
     seconds: float, is_chosen: bool, saved_elsewhere: Callable[[Candidate], Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a plan half a percent slower, and against one that is 3 % slower; and to save tensors in parts."""
-    monkeypatch.setattr("autopar.solve.robust_choice._with_saved_or_recomputed", lambda *_: ())
+    monkeypatch.setattr("autopar.solve.choice._with_saved_or_recomputed", lambda *_: ())
     candidate, evaluation = priced(TWO, 1.0, 0.99)
     plain = priced(replace(TWO, micro_batches=2), seconds, 0.7)
     found = choose((saved_elsewhere(candidate), evaluation), plain)

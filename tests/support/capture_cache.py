@@ -56,7 +56,7 @@ class _CachedExport(NamedTuple):
 @contextmanager
 def capture_cache() -> Iterator[None]:
     """Within, a plan and a program of another call take the export of an equal model of before."""
-    with patch("autopar.capture.Export", _export), patch("autopar.variants.exports.Export", _export):
+    with patch("autopar.capture.Export", _export), patch("autopar.variants.maker.Export", _export):
         yield
 
 

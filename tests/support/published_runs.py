@@ -15,7 +15,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.software.by_hand import MeasuredRun
 from autopar.software.configuration import Workload
-from autopar.software.residuals import quantile
+from autopar.software.spending import quantile
 from autopar.validate import configuration
 from autopar.validate.architectures import architecture_of, stated
 from autopar.validate.configuration import PRESETS

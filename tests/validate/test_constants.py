@@ -11,11 +11,10 @@ from support.oracles.published_rows import row, session, table
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import presets
-from autopar.cost_models.hardware.overlap import Overlap
 from autopar.cost_models.hardware.software_stacks import with_stack
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.hardware.stack_entries import DEFAULT_STACK, software_stacks, stack_for
-from autopar.validate.constants import FEWEST, Fitter, Item, Tangent, largest, loss, step_seconds
-from autopar.validate.out_of_sample import leave_one_source_out
+from autopar.validate.constants import FEWEST, Fitter, Item, Tangent, largest, leave_one_source_out, loss, step_seconds
 from autopar.validate.rows import Row
 
 DEVICES = [Cluster.parse(name).device for name in presets() if name != "local"]

@@ -13,7 +13,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.software_stacks import with_stack
 from autopar.operations.experts import ExpertShapes
 from autopar.validate.configuration import dispatcher_permutes, fuses_experts, release_of, uses_cuda_graphs
-from autopar.validate.out_of_sample import UnseenErrors, unseen_errors, unseen_table
+from autopar.validate.constants import UnseenErrors, unseen_errors, unseen_table
 from autopar.validate.price import PricedRow
 from autopar.validate.rows import read_table
 

@@ -10,9 +10,8 @@ from support.oracles.published_rows import row, session, table
 from support.published_runs import RUNS_OUT, margin_of, memory_residuals
 
 from autopar.cost_models.hardware.allocator import COMMUNICATOR_BYTES, MEMORY_MARGIN, device_memory, process_bytes
-from autopar.software.residuals import quantile
-from autopar.validate.memory_measures import MORE_COMMUNICATORS, least_bytes, measured_stage, predicted_bytes
-from autopar.validate.report import Report, report
+from autopar.software.spending import quantile
+from autopar.validate.report import MORE_COMMUNICATORS, Report, least_bytes, measured_stage, predicted_bytes, report
 from autopar.validate.summary import Comparison
 
 

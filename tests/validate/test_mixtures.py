@@ -11,8 +11,8 @@ from autopar.cost_models.compute.experts import ExpertsCost
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.operations.experts import ExpertShapes
 from autopar.validate.configuration import recompute_of, recomputes_activation, sends_once
-from autopar.validate.memory_measures import least_bytes
 from autopar.validate.price import Session
+from autopar.validate.report import least_bytes
 from autopar.validate.summary import UNSURE
 
 SESSION = Session()

@@ -23,9 +23,8 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Precision
 from autopar.validate.architectures import NotExpressed, architecture_of
 from autopar.validate.configuration import cluster_of, configuration_of, layer_share, recompute_of, workload_of
-from autopar.validate.memory_measures import predicted_bytes
 from autopar.validate.price import price_rows
-from autopar.validate.report import report
+from autopar.validate.report import predicted_bytes, report
 from autopar.validate.rows import Row
 
 

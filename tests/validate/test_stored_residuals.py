@@ -6,7 +6,7 @@ import pytest
 from support.oracles.published_rows import session, table
 from support.published_runs import all_residuals
 
-from autopar.software.residuals import fitting_share, quantile, step_interval, stored_residuals
+from autopar.software.spending import fitting_share, quantile, step_interval, stored_residuals
 from autopar.validate.report import report
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.verification.apart import apart, in_dtype
 from autopar.verification.differences import compare
-from autopar.verification.lift import lifting
+from autopar.verification.single import lifting
 
 
 class Closes(nn.Module):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.capture.evaluate_constants import concrete, constant_nodes, evaluate_constant, kwargs_of, resolve
+from autopar.capture.constants import concrete, constant_nodes, evaluate_constant, kwargs_of, resolve
 from autopar.capture.flat import FlatGraph
 from autopar.ir.dims import has_batch
 from autopar.ir.dims import shape_at as sizes

@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import CaptureError
 from autopar.ir.interface import Form
-from autopar.runtime.step.structures import key_texts, object_at
+from autopar.runtime.step.arguments import key_texts, object_at
 
 
 def constant_form(item: Any) -> Form:

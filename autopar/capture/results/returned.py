@@ -22,8 +22,8 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import Graph
 from autopar.ir.interface import OUTPUT_KINDS, Form, loss_path
 from autopar.runtime.key_value_cache import CACHE, is_library_cache
+from autopar.runtime.step.arguments import is_object, parts_of
 from autopar.runtime.step.outputs import EVERYTHING
-from autopar.runtime.step.structures import is_object, parts_of
 
 _NUMBERS = (SymInt, SymFloat, SymBool)
 

@@ -8,7 +8,7 @@ open, since one that autograd makes has no values. Where it loses track all the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -140,9 +140,7 @@ def products(function: Callable[..., Any], primals: tuple[Any, ...], has_aux: bo
 class _Rows(TorchFunctionMode):
     """While active, ``linear`` is of rows: export loses the derivative of that of more dimensions."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.linear or not args or args[0].dim() < 3:
             return func(*args, **(kwargs or {}))
         x, *rest = args

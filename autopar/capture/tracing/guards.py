@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -76,9 +76,7 @@ class Refusals(TorchFunctionMode):
         super().__init__()
         self.outlined = outlined
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         remedy = REFUSED.get(getattr(func, "__name__", "")) or (func == torch.Tensor.data.__set__ and ASSIGNED)  # type: ignore[attr-defined]
         if remedy:
             raise CaptureError(f"{user_line()}: {remedy}")

@@ -15,21 +15,21 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 from autopar.capture.bind import BoundInputs, batch_of, bind_inputs
-from autopar.capture.loops import unroll_loops
+from autopar.capture.control_flow import unroll_loops
 from autopar.capture.options import CaptureOptions
 from autopar.capture.state.buffers import merge_buffers, refuse_gradients, refuse_shared_buffers
-from autopar.capture.tracing.data.batch_questions import Question, batch_questions
-from autopar.capture.tracing.data.checks import Comparisons, checks_pass
-from autopar.capture.tracing.data.concrete_values import ConcreteValues
-from autopar.capture.tracing.data.ctc import CtcLosses
-from autopar.capture.tracing.data.hints import (
+from autopar.capture.tracing.data.batch_questions import (
     ListIndices,
+    Question,
+    batch_questions,
     masks_are_not_read,
     padded_encoders,
     plain_batch_norms,
     to_the_same_device,
 )
-from autopar.capture.tracing.data.mask_losses import MaskLosses
+from autopar.capture.tracing.data.checks import Comparisons, checks_pass
+from autopar.capture.tracing.data.concrete_values import ConcreteValues
+from autopar.capture.tracing.data.mask_losses import CtcLosses, MaskLosses
 from autopar.capture.tracing.data.plain_types import plain_types
 from autopar.capture.tracing.decomposition.program import decomposed
 from autopar.capture.tracing.derivatives import derivatives_inside
@@ -39,7 +39,7 @@ from autopar.capture.tracing.explain_error import explain, is_data_dependent
 from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_uninitialized
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks
-from autopar.capture.tracing.join_layers import join_layers
+from autopar.capture.tracing.layer_span import join_layers
 from autopar.capture.tracing.loss_only import LossOnly, ResultForm, refuse_parameters
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _lengths(arguments: argparse.Namespace, console: Console) -> dict[int, int]:
     """Show the lengths of documents in the data, and write them where that is asked for; return how many have each."""
     from autopar.capture.models import factory_of
-    from autopar.cost_models.hardware.document_lengths import DocumentLengths
+    from autopar.cost_models.hardware.workload import DocumentLengths
     from autopar.doctor.data_lengths import document_lengths
 
     loader = factory_of(arguments.data)

@@ -15,7 +15,6 @@ from autopar.cli.tables.plan import baseline_table
 from autopar.cost_models.breakdown.cost_breakdown import cost_breakdown
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
-from autopar.explain.losses import step_losses
 from autopar.explain.operation_and_collective_rows import (
     CostRow,
     collective_rows,
@@ -25,7 +24,7 @@ from autopar.explain.operation_and_collective_rows import (
     other_operations,
     row_formulas,
 )
-from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons, stage_words
+from autopar.explain.reasons import evaluate_changes, parts_of_step, plan_reasons, stage_words, step_losses
 from autopar.explain.what_if import compare_plans, parse_what_if, plan_what_if, what_if_options
 from autopar.ir.pipeline.stage_variants import without_stage_variants
 from autopar.ir.plan_file.plan_file import Plan

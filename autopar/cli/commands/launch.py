@@ -14,8 +14,7 @@ from autopar.ir.plan_file.plan_file import Plan
 @with_plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
     """Writes the files, and says how to start them."""
-    from autopar.launch.job import job_of
-    from autopar.launch.registry import writer_named
+    from autopar.launch.job import job_of, writer_named
 
     write = writer_named(arguments.scheduler)
     cluster = cluster_of(plan)

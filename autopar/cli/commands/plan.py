@@ -13,10 +13,9 @@ from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.tables.plan import baseline_table, document_rows, expert_rows, stage_table
 from autopar.errors import AutoparError
 from autopar.files import check_target
-from autopar.ir.describe import cut_short_text, describe, precision_text
+from autopar.ir.describe import cut_short_text, describe, precision_text, unit_of
 from autopar.ir.plan_file.document import MeshResult
 from autopar.ir.plan_file.plan_file import Plan, load_plan
-from autopar.ir.units import unit_of
 from autopar.solve.problem.pins import constraint_texts
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _proof(plan: Plan) -> str:
     """The line that says whether the plan's program is proven."""
-    from autopar.program.proof import prove_program
+    from autopar.program.build import prove_program
 
     try:
         return prove_program(plan).line()

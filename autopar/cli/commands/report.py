@@ -1,5 +1,5 @@
-"""``autopar report``: a page of the plan to look at; ``autopar trace``: its simulated step for Perfetto. Both need the file
-only."""
+"""``autopar report``: a page of the plan to look at; ``autopar trace``: its simulated step for Perfetto; ``autopar compare``: a
+measured step beside the one that its plan predicted. All need the file only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,30 @@ if TYPE_CHECKING:
 
 @with_plan
 def run(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
-    """Writes the page or, for ``autopar trace``, the trace."""
+    """Writes the page or, for ``autopar trace``, the trace; for ``autopar compare``, says where two steps differ."""
+    if arguments.command == "compare":
+        return _compare(plan, arguments, console)
     check_target(arguments.output)
     document = _trace(plan, arguments) if arguments.command == "trace" else _page(plan, arguments, console)
     console.text(f"written to {arguments.output}: " + ", ".join(f"{name} {value}" for name, value in document.items()))
     console.document({"output": arguments.output, **document})
+    return 0
+
+
+def _compare(plan: Plan, arguments: argparse.Namespace, console: Console) -> int:
+    from autopar.explain.measured_file import read_measured
+    from autopar.report.predicted_step import predicted_step
+    from autopar.runtime.report.compare import comparison
+
+    path = Path(arguments.plan).with_name("measured.json") if arguments.measured is None else arguments.measured
+    measured = read_measured(path, plan)
+    predicted = predicted_step(plan, measured["compiled"])
+    found = comparison(measured, predicted)
+    console.text("\n".join(found["summary"]) + "\n")
+    for title, header, rows in found["tables"]:
+        console.table(title, header, rows)
+    console.text("What is off\n" + "\n".join(f"- {line}" for line in found["advice"]))
+    console.document({"measured": measured, "predicted": predicted, "advice": found["advice"]})
     return 0
 
 
@@ -66,8 +85,8 @@ def _searched(plan: Plan, arguments: argparse.Namespace, console: Console) -> li
 
 
 def _trace(plan: Plan, arguments: argparse.Namespace) -> dict[str, str]:
-    from autopar.report.chrome_trace import chrome_trace, measured_events
-    from autopar.report.facts import plan_timeline
+    from autopar.report.page import plan_timeline
+    from autopar.report.timeline import chrome_trace, measured_events
 
     _, timeline = plan_timeline(plan)
     trace = chrome_trace(plan, timeline)

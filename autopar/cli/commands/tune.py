@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from autopar.ir.plan_file.plan_file import Plan
     from autopar.tune import Lesson, RacedPlan
 
-T = TypeVar("T")
-
-
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Plans on rank 0, races the plans on all ranks, and writes the fastest one. Every rank runs this."""
     from autopar.runtime.comm.heartbeat import join
@@ -39,44 +36,25 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     join(launched, {"ranks": launched}, lambda rank: f"rank {rank}")
     try:
         _tune(arguments, console)
-    except _SharedError as error:
+    except AutoparError as error:  # all ranks have one: rank 0 says it
         if os.environ["RANK"] == "0":
-            raise error.reason from None
-        end_process(error.reason.exit_status)
+            raise
+        end_process(error.exit_status)
     end_process(0)
 
 
-class _SharedError(Exception):
-    """An error that all ranks have: rank 0 says it."""
-
-    def __init__(self, reason: AutoparError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-def _on_all_ranks(work: Callable[[], T]) -> T:
-    """Return what this rank's `work` does; where it fails on any rank, _SharedError on all, with the first one's words."""
-    from autopar.runtime.comm.agreement import gather
-
-    result, error = None, None
-    try:
-        result = work()
-    except AutoparError as fault:
-        error = fault
-    texts: list[str] = gather(str(error or ""))
-    first = next((rank for rank, text in enumerate(texts) if text), None)
-    if first is None:
-        return result  # type: ignore[return-value]
-    raise _SharedError(error if error is not None and first == 0 else AutoparError(f"rank {first}: {texts[first]}"))
-
-
 def _tune(arguments: argparse.Namespace, console: Console) -> None:
+    from autopar.runtime.comm.agreement import refused_together
     from autopar.tune import cluster_file, fastest, keep, learn, race
 
     rank, path = int(os.environ["RANK"]), cluster_file(arguments.cluster, arguments.output)
-    loaded, cluster = _on_all_ranks(lambda: _prepare(arguments, path if rank == 0 else None))
-    plans = _on_all_ranks(lambda: _agreed_plans(arguments, loaded, cluster, console))
-    raced = _on_all_ranks(lambda: race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps))
+    together = partial(refused_together, lambda rank: f"rank {rank}", problem=AutoparError)
+    with together():
+        loaded, cluster = _prepare(arguments, path if rank == 0 else None)
+    with together():
+        plans = _agreed_plans(arguments, loaded, cluster, console)
+    with together():
+        raced = race(loaded.model, plans, cluster, loaded.example_inputs, arguments.laps, arguments.steps)
     if rank == 0:
         best, lesson = fastest(raced), learn(raced)
         best.plan.save(arguments.output)

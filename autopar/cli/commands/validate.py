@@ -13,7 +13,7 @@ from autopar.cli.console import Console, percent, seconds, size
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Prices every row of the table, the bundled one where none is named."""
-    from autopar.validate.out_of_sample import leave_one_source_out, unseen_errors, unseen_table
+    from autopar.validate.constants import leave_one_source_out, unseen_errors, unseen_table
     from autopar.validate.price import Session, price_rows
     from autopar.validate.report import report
     from autopar.validate.rows import bundled_table, read_table

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cli.console import Console, percent, seconds, size
 from autopar.cli.evaluation import cluster_of, evaluation_of
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.schedules.draw import LEGEND, draw
+from autopar.schedules.clock import LEGEND, draw
 
 KIND_NAMES = {
     "parameters": "parameters",
@@ -86,7 +86,7 @@ def gradient_table(plan: Plan, console: Console) -> list[dict[str, Any]]:
 def timeline(plan: Plan, console: Console) -> None:
     """One line for each pipeline rank: forwards and backwards, without the optimizer and the last gradient reductions on the data
     axis. PlanError where the file does not describe the cluster."""
-    from autopar.cost_models.breakdown.pipeline_timeline import pipeline_timeline
+    from autopar.cost_models.breakdown.step_timeline import pipeline_timeline
     from autopar.cost_models.step.evaluate import evaluate
     from autopar.report.predicted_step import described_cluster
 

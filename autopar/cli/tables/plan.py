@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.cli.console import Console, seconds, size
-from autopar.cost_models.hardware.document_lengths import parse_document_lengths
-from autopar.cost_models.hardware.expert_load import ExpertLoad, parse_expert_load
+from autopar.cost_models.hardware.workload import ExpertLoad, parse_document_lengths, parse_expert_load
 from autopar.ir import dims
 from autopar.ir.graph import Node
 from autopar.ir.pipeline.chunk_calls import chunk_calls
@@ -19,7 +18,7 @@ from autopar.ir.plan_file.document import Baseline
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.operations.attention import DOCUMENTS
 from autopar.operations.table import operation
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages
 
 
 def stage_table(plan: Plan, console: Console) -> None:

@@ -1,4 +1,5 @@
-"""Writes dataclasses of the IR as plain data and reads them back, as their annotations say.
+"""Writes dataclasses of the IR as plain data and reads them back, as their annotations say; and fingerprints of a graph: what it
+computes and how it is called, as short texts.
 
 A class of plain fields is msgspec's own matter; of another one msgspec checks a struct that is derived from the class. Placements
 and arguments of operations have a text of their own (`_HOOKS`). ValueError, of msgspec with the path of the fault, on other data.
@@ -6,19 +7,21 @@ and arguments of operations have a text of their own (`_HOOKS`). ValueError, of 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from autopar.ir.graph import Arg, DType, Node, Parameter, Ref, Symbol
-from autopar.ir.interface import Argument
+from autopar.ir.graph import Arg, DType, Graph, Node, Parameter, Ref, Symbol
+from autopar.ir.interface import Argument, Interface
 from autopar.ir.placement import format_placements, parse_placements
 from autopar.ir.plan import BlockPlan, Pipeline, Precision
+from autopar.ir.plan_file.document import SavedTensors
 
 _INT64 = 2**63
 T = TypeVar("T")
@@ -177,3 +180,40 @@ def _codec_of_class(cls: Any) -> _Codec:
 
     struct = msgspec.defstruct(cls.__name__, [struct_field(name, mark) for name, _, mark in written], kw_only=True)
     return _Codec(struct, to_file, from_file)
+
+
+def graph_fingerprint(graph: Graph) -> str:
+    """16 hexadecimal digits, equal for equal models and shapes.
+
+    Everything counts but the size of a symbolic batch and what only people read: the name, notes, module paths and source lines,
+    and the class that the call returns.
+    """
+    blocks = (replace(block, nodes=tuple(replace(node, module="", source="") for node in block.nodes)) for block in graph.blocks)
+    interface = graph.interface or Interface()
+    parts = (
+        interface.positional,
+        graph.inputs,
+        [encode(block) for block in blocks],
+        graph.calls,
+        graph.loss,
+        graph.outputs,
+        [encode(each) for each in interface.arguments if not each.optional],
+        graph.batch_is_symbolic,
+    )
+    return _digest((parts, None if graph.batch_is_symbolic else graph.batch))
+
+
+def checksum(graph: Graph) -> str:
+    """16 hexadecimal digits of all that a file says of a graph, with what `graph_fingerprint` leaves out: names, notes, sources,
+    the arguments that may be left out, and the form of the result. They differ between versions of a library and between scripts
+    for models that compute the same, so a captured model is not compared with them; a file that is used without its model is."""
+    return _digest(encode(replace(graph, checksum="")))
+
+
+def saves_checksum(saves: Mapping[str, SavedTensors]) -> str:
+    """16 hexadecimal digits of what autograd saves, as a file says it: who edits it has it observed anew."""
+    return _digest([(key, encode(saved)) for key, saved in saves.items()]) if saves else ""
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(data)).hexdigest()[:16]

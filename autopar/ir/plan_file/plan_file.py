@@ -21,7 +21,7 @@ from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.split_blocks import split_like
 from autopar.ir.pipeline.stage_variants import with_variants_like, without_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
-from autopar.ir.plan_file.codec import decode, encode
+from autopar.ir.plan_file.codec import checksum, decode, encode, graph_fingerprint, saves_checksum
 from autopar.ir.plan_file.document import (
     SCHEMA_VERSION,
     Baseline,
@@ -32,13 +32,12 @@ from autopar.ir.plan_file.document import (
     Parallelism,
     PlanDocument,
     Predicted,
+    SavedTensors,
     SearchInfo,
     StageInfo,
     divide_blocks,
     join_blocks,
 )
-from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint, saves_checksum
-from autopar.ir.plan_file.saved_tensors import SavedTensors
 from autopar.ir.plan_file.verify_graph import verify_graph, verify_texts
 from autopar.ir.verify import verify_candidate
 

@@ -1,4 +1,5 @@
-"""The state that a checkpoint is made of, of a parallel model and of a plain one: tensors by name and plain values."""
+"""The state that a checkpoint is made of, of a parallel model and of a plain one: tensors by name and plain values; of an
+optimizer tensors by the names of their parameters, and how each is kept."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..compat.dtensor import gathered, local_of, placed_like, replicated
 from ..device.mesh import MeshHandle
-from ..errors import StateError
-from ..plain.optimizer_groups import names_by_group
+from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
+from ..plain.optimizer_groups import joined_groups, names_by_group
 from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
+from .manifest import Manifest
 
 
 @dataclass
@@ -106,3 +110,144 @@ def grouped_names(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
         what = f"under {odd!r}" if isinstance(odd, str) else "of a tensor that is in no group"
         raise StateError(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
     return names_by_group(held.parameters, optimizer)
+
+
+LIKE, WHOLE, CPU, DEVICE, VALUE = "like", "whole", "cpu", "device", "value"
+"""The ways to keep a value: placed like its parameter; with another shape, whole on every rank; a number in a tensor on the CPU,
+or on the device; no tensor."""
+
+Described = dict[str, Any]
+"""``class``, ``groups`` (each with the ``names`` of its parameters and its ``options``), and ``state``: by name and key how a
+value is kept, or ``["value", value]``."""
+
+
+def tensor_name(index: int, name: str, key: str) -> str:
+    """The name of a tensor of the state in a checkpoint."""
+    return f"optimizer{index}.{name}.{key}"
+
+
+def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Described, dict[str, torch.Tensor]]:
+    """Return the state of this rank: plain values, and the tensors. StateError for state that cannot be sharded."""
+    groups = grouped_names(held, optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    kept: dict[str, dict[str, Any]] = {}
+    for name, parameter in held.parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            how = kept.setdefault(name, {})[key] = _how(parameter, name, key, value)
+            if isinstance(value, torch.Tensor):
+                tensors[tensor_name(index, name, key)] = gathered(value) if how == WHOLE else value.detach()
+    options = [{key: _on_cpu(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    described = {
+        "class": type(optimizer).__name__,
+        "groups": [{"names": names, "options": each} for names, each in zip(groups, options, strict=True)],
+        "state": kept,
+    }
+    return described, tensors
+
+
+def _how(parameter: torch.Tensor, name: str, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, (list, tuple, dict, set)) or callable(value):
+            raise StateError(f"the optimizer's {key} of {name} is no tensor or number (a history?): save without the optimizer")
+        return [VALUE, value]
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim():
+        raise StateError(
+            f"the optimizer's {key} of {name} is a plain tensor of shape {tuple(value.shape)}, of which nothing says how ranks "
+            "share it: make it with torch.zeros_like(parameter)"
+        )
+    sharded = isinstance(value, DTensor)
+    if sharded == isinstance(parameter, DTensor) and value.shape == parameter.shape and (sharded or value.dim()):
+        return LIKE
+    if sharded or value.dim():
+        return WHOLE
+    return CPU if value.device.type == "cpu" else DEVICE
+
+
+def _on_cpu(value: Any) -> Any:
+    return gathered(value).cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def merged(stages: Sequence[Described]) -> Described:
+    """Join the states of a pipeline's stages. StateError where their groups differ."""
+    joined = joined_groups([[group["names"] for group in each["groups"]] for each in stages])
+    groups = [{**group, "names": names} for group, names in zip(stages[0]["groups"], joined, strict=True)]
+    state: dict[str, Any] = {}
+    for each in stages:
+        state = {**each["state"], **state}
+    return {"class": stages[0]["class"], "groups": groups, "state": state}
+
+
+def check_groups(
+    stages: Sequence[Sequence[Sequence[str]]], whole: bool, optimizer: Optimizer, saved: Described, index: int
+) -> None:
+    """Raise a StateError where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of
+    each stage. `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
+    which = f"optimizer {index}" if index else "the optimizer"
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise StateError(
+            f"{which} of the checkpoint has {len(saved['groups'])} groups, this one has {len(optimizer.param_groups)}: give it "
+            "the same groups"
+        )
+    for number, (group, own) in enumerate(zip(saved["groups"], joined_groups(stages), strict=True)):
+        other = set(group["names"]).difference(own) if whole else set(group["names"]).symmetric_difference(own)
+        if other:
+            raise StateError(
+                f"group {number} of {which} has other parameters than that of the checkpoint ({min(other)}): give it the same "
+                "groups"
+            )
+
+
+def state_from_manifest(
+    held: HeldState, optimizer: Optimizer, saved: Described, index: int, manifest: Manifest
+) -> tuple[dict[torch.Tensor, dict[str, Any]], dict[str, torch.Tensor]]:
+    """The state as this rank keeps it, and its tensors, to be read, by their name in the checkpoint."""
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    members = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in held.parameters.items():
+        if id(parameter) not in members:
+            continue
+        for key, how in saved["state"].get(name, {}).items():
+            if isinstance(how, (list, tuple)):
+                state.setdefault(parameter, {})[key] = how[1]
+                continue
+            stored = tensor_name(index, name, key)
+            if stored not in manifest.tensors:
+                raise DamagedCheckpoint(f"the checkpoint names {stored}, and does not have it")
+            kind = manifest.tensors[stored]
+            if how == LIKE and kind.shape != tuple(parameter.shape):
+                raise CheckpointProblem(
+                    f"{name} has shape {tuple(parameter.shape)} and in the checkpoint {kind.shape}: build the same model"
+                )
+            value = _empty(parameter, how, kind.shape, kind.torch_dtype, held.device)
+            if how == CPU and key == "step" and _on_device(members[id(parameter)]):
+                value = value.to(held.device)
+            state.setdefault(parameter, {})[key] = tensors[stored] = value
+    return state, tensors
+
+
+def _on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer counts its steps on the device."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _empty(parameter: torch.Tensor, how: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if how in (CPU, DEVICE):
+        return torch.empty(shape, dtype=dtype, device="cpu" if how == CPU else device)
+    if not isinstance(parameter, DTensor):
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
+    if how == WHOLE:
+        return replicated(torch.empty(shape, dtype=dtype, device=device), parameter.device_mesh)
+    return placed_like(torch.empty(local_of(parameter).shape, dtype=dtype, device=device), parameter)
+
+
+def set_state(optimizer: Optimizer, state: Mapping[torch.Tensor, dict[str, Any]], saved: Described) -> None:
+    """Give the optimizer the state, and its groups the saved options, in place: schedulers hold them."""
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in kept["options"].items():
+            before = group.get(key)
+            group[key] = (
+                value.to(before.device) if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) else value
+            )

@@ -17,9 +17,8 @@ from ..compat.dtensor import local_of
 from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from ..progress import advance, working
 from . import folders
-from .held import HeldState, grouped_names
+from .held import HeldState, check_groups, grouped_names, set_state, state_from_manifest
 from .manifest import MANIFEST, OBJECTS, Manifest
-from .optimizer_state import check_groups, set_state, state_from_manifest
 from .random_state import RandomState, set_generators
 from .rounds import Rounds
 from .tensor_file import check_file, mapped_tensor, object_of

@@ -28,9 +28,8 @@ from ..device.rng import SEEDED, seed_stream
 from ..errors import CheckpointProblem, one_line
 from . import folders
 from .folders import next_branch
-from .held import HeldState
+from .held import HeldState, describe, merged
 from .manifest import MANIFEST, OBJECTS, Chunk, Manifest, StoredTensor
-from .optimizer_state import describe, merged
 from .random_state import RandomState, generators
 from .rounds import Failed, Rounds, attempt
 from .tensor_file import FileEntry, check_plain, dtype_name, object_bytes, write_bytes, write_tensors

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..device.groups import several_ranks
 from ..device.mesh import MeshHandle
-from ..errors import AutoparError, MismatchProblem, PeerProblem, RuntimeProblem, StateError
+from ..errors import AutoparError, MismatchProblem, PeerProblem, StateError
 from .heartbeat import present_place
 from .peer_watch import why_crossed
 
@@ -120,14 +120,14 @@ def program_digest(program: nn.Module) -> str:
 
 @contextlib.contextmanager
 def refused_together(
-    describe: Callable[[int], str], *, asked: bool = True, problem: type[RuntimeProblem] = StateError, words: str = ""
+    describe: Callable[[int], str], *, asked: bool = True, problem: type[AutoparError] = StateError, words: str = ""
 ) -> Iterator[None]:
     """Refuse on all ranks what one rank refuses inside, where it is `asked` of all (a collective). The others raise `problem`,
     whose message has `words` between the name of that rank and what it says."""
-    refused: RuntimeProblem | None = None
+    refused: AutoparError | None = None
     try:
         yield
-    except RuntimeProblem as error:
+    except AutoparError as error:
         refused = error
     texts: Sequence[str] = gather(str(refused or "")) if asked else ()
     if refused is not None:

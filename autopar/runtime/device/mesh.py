@@ -60,7 +60,7 @@ class MeshHandle:
 
     def __init__(self, axes: Mapping[str, int], *, seed: int = 0) -> None:
         self.axes = {name: size for name, size in axes.items() if name != PIPELINE_AXIS} or {DATA_AXIS: 1}
-        self.opaque_modules: Mapping[str, nn.Module] = {}  # the code of the model's opaque modules by path (`ops.opaque`)
+        self.opaque_modules: Mapping[str, nn.Module] = {}  # the code of the model's opaque modules by path (`ops.control_flow`)
         self.launched_axes = self.axes  # those of the ranks, also where a variant divides the data axis in another way
         self.pipeline_axes = {PIPELINE_AXIS: axes[PIPELINE_AXIS]} if PIPELINE_AXIS in axes else {}
         self.device = self._join(self.pipeline_axes | self.axes)

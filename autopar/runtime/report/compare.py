@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..quantities import seconds_words
-from ..step.out_of_memory import size_words
-
-
-def size_or_none(value: float | None) -> str:
-    """Return a size in words, ``1.5 MiB``; ``-`` where there is none."""
-    return "-" if value is None else size_words(value)
+from ..quantities import seconds_words, size_words
 
 
 def ratio_words(measured: float | None, predicted: float | None) -> str:
@@ -180,7 +174,7 @@ def _collectives(measured: Row, predicted: Row) -> Iterator[list[str]]:
         seen.add(key)
         other = by_key.get(key, {})
         yield [
-            *map(str, key), f"{row['times']:g}", size_or_none(row["bytes"]), seconds_words(row["wait_seconds"]),
+            *map(str, key), f"{row['times']:g}", size_words(row["bytes"]), seconds_words(row["wait_seconds"]),
             seconds_words(row["seconds"]), seconds_words(other.get("seconds")), f"{other['times']:g}" if other else "-",
         ]  # fmt: skip
     for key, other in by_key.items():
@@ -202,7 +196,7 @@ def _memory(measured: Row, predicted: Row) -> Iterator[list[str]]:
     for row in measured["memory"]:
         other = by_stage.get((row["stage"],), {})
         for kind, name in MEMORY_KINDS.items():
-            words = size_or_none(row[kind]), size_or_none(other.get(kind)), ratio_words(row[kind], other.get(kind))
+            words = size_words(row[kind]), size_words(other.get(kind)), ratio_words(row[kind], other.get(kind))
             yield [str(row["stage"]), name, *words]
 
 
@@ -226,7 +220,7 @@ def _advice(measured: Row, predicted: Row) -> Iterator[str]:
     for row in measured["memory"]:
         other_memory = _by(predicted.get("memory", ()), "stage").get((row["stage"],))
         if other_memory and not 0.9 <= row["peak_bytes"] / other_memory["peak_bytes"] <= 1.1:
-            sizes = f"{size_or_none(row['peak_bytes'])}, predicted {size_or_none(other_memory['peak_bytes'])}"
+            sizes = f"{size_words(row['peak_bytes'])}, predicted {size_words(other_memory['peak_bytes'])}"
             yield f"peak memory of stage {row['stage']}: {sizes}: run `autopar dryrun`, which lists the tensors at the peak"
     busy = max(row["compute_seconds"] / max(row["processor_seconds"], 1e-9) for row in measured["stages"])
     if measured["device"] == "cpu" and busy > _BUSY:

@@ -46,7 +46,7 @@ class ExpertRebalancing:
 
 def rebalance_experts(placement: ExpertPlacement, loads: Loads, prices: Any, steps: int | None) -> ExpertRebalancing:
     """Place the experts of layers in which that pays within `steps` (None: wherever it lowers the load), by the `prices` of the
-    plan (`explain.expert_prices`; None: without). All ranks call it."""
+    plan (`explain.run_time`; None: without). All ranks call it."""
     mixtures, mesh = placement.mixtures(), placement.state.mesh
     with refused_together(mesh.describe, problem=PlacementProblem):
         numbers = _checked_loads(loads, mixtures, steps)

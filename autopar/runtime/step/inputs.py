@@ -21,10 +21,9 @@ from ..compat.autograd import apply
 from ..device.mesh import DATA_AXIS, MeshHandle
 from ..errors import BatchError
 from ..module import Program
-from .arguments import flatten_arguments
+from .arguments import attributes_of, flatten_arguments
 from .outputs import FirstOrder
 from .results import refuse_left_out
-from .structures import attributes_of
 
 REPLAN = "plan again with other example inputs"
 

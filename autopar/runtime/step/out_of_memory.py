@@ -21,6 +21,7 @@ from ..comm.heartbeat import Heartbeat
 from ..compat.dtensor import local_of
 from ..compat.hooks import around_optimizer_steps
 from ..errors import MemoryProblem
+from ..quantities import size_words
 from ..state.materialize import State
 
 _WORDS = (
@@ -61,12 +62,6 @@ def asked_bytes(error: BaseException) -> int:
     """The size of the allocation that failed; 0 where the error does not say it."""
     match = _ASKED.search(str(error))
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
-
-
-def size_words(size_bytes: float) -> str:
-    """Return a size in GiB, MiB or KiB."""
-    name = next((name for name in ("GiB", "MiB") if size_bytes >= 0.1 * _UNITS[name]), "KiB")
-    return f"{size_bytes / _UNITS[name]:.1f} {name}"
 
 
 class MemoryGuard:

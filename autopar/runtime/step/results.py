@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import RuntimeProblem
 from ..key_value_cache import CACHE, INSTEAD_OF_CACHE
 from ..module import Program
-from .structures import instance_of, object_at
+from .arguments import instance_of, object_at
 
 Form = Any
 """The structure of the result as nested tuples, like `ir.interface.Form`."""

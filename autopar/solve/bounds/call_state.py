@@ -9,7 +9,7 @@ from operator import le
 from autopar.cost_models.events.memory_terms import held_bytes
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.state.optimizers import optimizer_named
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.state.state_cost import StateCommunication
 from autopar.cost_models.state.state_group import StateGroup, matrix_work, stored_elements
 from autopar.ir.graph import Parameter
 from autopar.ir.mesh import DATA_AXIS

@@ -9,8 +9,7 @@ from math import prod
 from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.step.stage_devices import stage_clusters
-from autopar.cost_models.step.stage_p2p import stage_link
+from autopar.cost_models.step.stage_devices import stage_clusters, stage_link
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.solve.problem.problem import Problem

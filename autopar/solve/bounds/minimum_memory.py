@@ -17,18 +17,24 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.rules.registry import Registry
-from autopar.schedules.list_builders import INTERLEAVED
-from autopar.solve.fixed.block_placements import BlockPlacements, place_blocks
-from autopar.solve.fixed.candidate import fixed_candidate
+from autopar.schedules.pipeline_schedule import INTERLEAVED
+from autopar.solve.fixed.candidate import BlockPlacements, fixed_candidate, place_blocks
 from autopar.solve.fixed.configuration import FixedConfiguration
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.ilp.solver import most_nodes, solve
-from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, least_memory_points
+from autopar.solve.space.grid import (
+    GROUP,
+    GridPoint,
+    devices_per_node,
+    grid_points,
+    least_memory_points,
+    micro_batch_counts,
+    why_one_micro_batch,
+)
 from autopar.solve.space.meshes import divisors
-from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables

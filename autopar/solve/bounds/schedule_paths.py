@@ -19,8 +19,7 @@ import numpy
 from autopar.cost_models.step.pipeline_clock import repeats_from
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+from autopar.schedules.pipeline_schedule import chunks_of_stages, schedule_of, stage_of_chunks
 
 KINDS = 5
 """Durations of a chunk: forward, gradients of inputs, gradients of weights; the first forward, and the weights' part of the last

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from autopar.cost_models.events.state_transfers import Edge, Transfer, step_transfers
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.solve.bounds.call_lines import CallLines, DurationLine
 from autopar.solve.bounds.call_state import CallState
 from autopar.solve.bounds.cut_transfers import StageTransfer

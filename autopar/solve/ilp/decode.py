@@ -11,7 +11,7 @@ import networkx
 from autopar.cost_models.step.block_memory import extra_storage
 from autopar.cost_models.step.evaluate import Evaluation
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import PlacedValue
+from autopar.cost_models.tensors.sizes import PlacedValue
 from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan
 from autopar.solve.ilp.formulation import Formulation

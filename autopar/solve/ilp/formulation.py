@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.events.memory_terms import STATE_FIELDS
 from autopar.cost_models.step.block_memory import HeldBytes, offloaded_bytes, partitioned_bytes, recomputed_bytes
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue
+from autopar.cost_models.tensors.sizes import Aliases, PlacedValue
 from autopar.solve.ilp.linear_model import LinearModel, Terms
 from autopar.solve.problem.boundary import CallKind, Slot
 from autopar.solve.problem.problem import Problem, StreamSeconds

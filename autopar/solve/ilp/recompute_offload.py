@@ -1,11 +1,11 @@
-"""Recomputation and offloading in the ILP: per storage, whether it is saved on the device (whole, or in parts, see `partition`),
+"""Recomputation and offloading in the ILP: per storage, whether it is saved on the device (whole, or in parts, see `storages`),
 offloaded or recomputed.
 
 ``S[t]`` storage t is saved on the device, ``O[t]`` offloaded to host memory, ``A[t]`` available in the backward, ``M[t]``
 recomputed for it; ``r[o, s]`` operation o is recomputed under strategy s, ``c[e]`` a conversion is recomputed. Given strategies,
 conversions, S and O, the rest is determined, so only S and O are integers. Tensors are told apart by storage (`tensors.aliases`):
 views and conversions without communication need no variables. Storages below a thousandth of a block's bytes are saved, unless
-what produces them is recomputed anyway. (The optimizer's state: `solve.offload_optimizer`.)
+what produces them is recomputed anyway. (The optimizer's state: `solve.space.force`.)
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from networkx.utils import UnionFind
 
 from autopar.cost_models.step.block_memory import saved_storages
 from autopar.cost_models.step.recompute import overwritten_values, recomputable_nodes
-from autopar.cost_models.tensors.aliases import PlacedValue
+from autopar.cost_models.tensors.sizes import PlacedValue
 from autopar.ir.graph import Node
 from autopar.operations.losses import runs_in_chunks
 from autopar.operations.table import operation
 from autopar.solve.ilp.formulation import Expression, Formulation, StorageVariables
 from autopar.solve.ilp.linear_model import INFINITY, add, total
-from autopar.solve.ilp.partition import add_partition, partition_axes
-from autopar.solve.ilp.storages import boundary_values, storage_names
+from autopar.solve.ilp.storages import add_partition, boundary_values, partition_axes, storage_names
 from autopar.solve.problem.problem import BlockTable, NodeStrategy
 
 _MIN_SHARE = 1e-3

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from autopar.cost_models.step.pipeline_clock import run_schedule
 from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ChunkSeconds
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 
 Edges = tuple[int, ...]
 """The first calls of all chunks, and the number of calls."""

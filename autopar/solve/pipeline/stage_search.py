@@ -16,15 +16,14 @@ from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.chunk_costs import slice_forward_seconds
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
-from autopar.cost_models.step.stage_devices import stage_clusters
-from autopar.cost_models.step.stage_p2p import send_seconds, stage_link
+from autopar.cost_models.step.stage_devices import send_seconds, stage_clusters, stage_link
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import crossing_values, joined_slices, repeatable_values
 from autopar.ir.pipeline.stage_variants import with_stage_variants
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.verify import verify_candidate
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import stage_of_chunks
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.pipeline.stage_choices import StageChoices, StagePlan
 from autopar.solve.pipeline.stage_cuts import CutClock, move_calls

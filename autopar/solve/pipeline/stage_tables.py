@@ -18,15 +18,14 @@ from autopar.cost_models.events.memory_terms import CallMemory, held_bytes
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.allocator import fragmentation
 from autopar.cost_models.hardware.device_specs import Device
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
-from autopar.cost_models.state.state_communication import StateCommunication
-from autopar.cost_models.state.state_cost import StateCost
+from autopar.cost_models.state.state_cost import StateCommunication, StateCost
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import call_saved_bytes
 from autopar.cost_models.step.call_trace import CallTrace, costs_as_run
 from autopar.cost_models.step.memory_events import running_bytes
-from autopar.cost_models.step.stage_p2p import cut_bytes
+from autopar.cost_models.step.stage_devices import cut_bytes
 from autopar.cost_models.tensors.sizes import user_held_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline.stage_values import repeatable_values

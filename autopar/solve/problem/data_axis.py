@@ -17,8 +17,7 @@ from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules.conversions import COLLECTIVES, axis_conversion
 from autopar.rules.expand import block_strategies
-from autopar.rules.registry import Registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, Registry
 from autopar.solve.problem.boundary import BlockBoundaries, Slot, block_slots
 
 _LOCAL = 0.01

@@ -1,15 +1,22 @@
 """The parts of a plan that a user fixes, parsed once: degrees and a schedule for the search, or a whole configuration that is
-only priced."""
+only priced; and where the optimizer's state lies.
+
+With the state in host memory the update of a step waits for copies of it, and what is sharded, recomputed and offloaded of
+activations is searched without it: so such plans are looked for only where nothing else fits, or where they are asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.cost_models.hardware.cluster import Cluster
+from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.errors import AutoparError
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, MODEL_AXES
 from autopar.ir.plan import OFFLOAD_DEVICES
-from autopar.schedules.list_builders import INTERLEAVED, builder_named
+from autopar.schedules.pipeline_schedule import INTERLEAVED, builder_named
+from autopar.solve.space.options import SearchOptions
 
 AXES = (DATA_AXIS, *MODEL_AXES, EXPERT_AXIS)
 DEGREES = (*AXES, "pp", "virtual", "zero", "zero_group", "micro")
@@ -144,3 +151,18 @@ def check_degrees(degrees: Mapping[str, int]) -> None:
     _check_keys({key: "" for key in degrees})
     for key, value in degrees.items():
         _degree(key, str(value))
+
+
+def with_offloaded_optimizer(cluster: Cluster, options: SearchOptions) -> SearchOptions | None:
+    """The same search with the optimizer's state in host memory; None where that is no help, or not wanted."""
+    useful = cluster.host is not None and optimizer_named(options.optimizer).state_tensors > 0
+    if not useful or not options.may_offload_optimizer or options.precision.offload_optimizer:
+        return None
+    return replace(options, precision=replace(options.precision, offload_optimizer="cpu"))
+
+
+def with_forced_offload(options: SearchOptions, force: Force) -> SearchOptions:
+    """The search with the optimizer's state where `force` says, on the device where it says nothing."""
+    device = force.offload_optimizer
+    where = "" if device == NO_OFFLOAD else device
+    return replace(options, precision=replace(options.precision, offload_optimizer=where), may_offload_optimizer=not device)

@@ -91,7 +91,7 @@ def plan(folder: Path, root: Path, only: str) -> None:
         path, facts = folder / f"{name}.plan.json", folder / f"{name}.took.json"
         if only not in name or facts.exists():
             continue
-        command = [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--no-cache", "-o", str(path)]
+        command = [sys.executable, "-m", "autopar", "plan", *words.split(), "--no-cache", "-o", str(path)]
         began = time.monotonic()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, cwd=root, env=environment, text=True, **quiet)  # type: ignore[call-overload]

@@ -44,8 +44,8 @@ def program_of(force: dict[str, int], rate: str, compile: str, by_messages: bool
     from autopar.capture import capture
     from autopar.cost_models.hardware.cluster import Cluster
     from autopar.cost_models.hardware.device_specs import Link
-    from autopar.cost_models.hardware.overlap import Overlap
     from autopar.cost_models.hardware.software_stacks import with_compilation
+    from autopar.cost_models.hardware.software_traits import Overlap
     from autopar.cost_models.step.evaluate import async_tp_of
     from autopar.program.build import program_text
     from autopar.solve.search import search

@@ -22,8 +22,8 @@ from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ir.plan_file.codec import decode, encode
 from autopar.runtime.errors import RuntimeProblem
+from autopar.runtime.step.arguments import parts_of
 from autopar.runtime.step.results import build_result
-from autopar.runtime.step.structures import parts_of
 
 X = torch.randn(4, 6)
 

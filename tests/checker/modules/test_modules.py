@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from autopar.checker.modules.module_check import ModuleVerdict, check_module
-from autopar.cli.__main__ import main
+from autopar.cli import main
 from autopar.dryrun.compat import fake_group
 from autopar.errors import AutoparError
 

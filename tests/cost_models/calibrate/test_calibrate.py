@@ -28,7 +28,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_file import in_code_units, in_human_units, presets
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.cost_models.hardware.measured_collectives import STATE_KINDS
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.errors import ClusterError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

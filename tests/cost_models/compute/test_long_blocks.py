@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.models.handwritten_blocks import Builder
 
-from autopar.cost_models.compute.fused_saves import with_fused_saves
+from autopar.cost_models.compute.fusion import with_fused_saves
 from autopar.cost_models.compute.kernel_accesses import kernel_accesses
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.ir.graph import Block

@@ -11,7 +11,7 @@ import pytest
 from support.models.handwritten_blocks import Builder
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.document_lengths import DocumentLengths
+from autopar.cost_models.hardware.workload import DocumentLengths
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.errors import ClusterError
 from autopar.ir.graph import Block

@@ -13,7 +13,7 @@ from support.models.handwritten_blocks import Builder
 from support.plans.handwritten_candidates import block_plan
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.expert_load import ExpertLoad
+from autopar.cost_models.hardware.workload import ExpertLoad
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import block_memory
 from autopar.errors import ClusterError

@@ -9,15 +9,15 @@ import pytest
 import yaml
 from support.harness.end_to_end import prepare
 
-from autopar.cost_models.calibrate.fit_steps import MeasuredStep, fit_steps
 from autopar.cost_models.hardware.cluster import Cluster, with_tuned_rates
-from autopar.cost_models.hardware.tuned_rates import TunedRates, tuned_of, with_tuned_line
+from autopar.cost_models.hardware.stack_entries import TunedRates, tuned_of, with_tuned_line
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import ClusterError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate, Precision
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
+from autopar.tune import MeasuredStep, fit_steps
 
 
 def graph() -> Graph:

@@ -12,8 +12,7 @@ import pytest
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import AxisLink, Level, Link
 from autopar.cost_models.state.optimizers import optimizer_named, optimizer_seconds
-from autopar.cost_models.state.state_communication import accumulate_seconds
-from autopar.cost_models.state.state_cost import state_cost
+from autopar.cost_models.state.state_cost import accumulate_seconds, state_cost
 from autopar.cost_models.state.state_group import StateGroup
 from autopar.cost_models.state.state_memory import StateMemory, StatePolicy, state_memory
 from autopar.cost_models.step.memory_events import update_temporaries

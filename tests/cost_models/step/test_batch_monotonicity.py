@@ -15,8 +15,8 @@ from support.plans.drawn_recomputation import with_replays
 from support.plans.mesh import mesh_of
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.hardware.software_traits import Overlap
+from autopar.cost_models.state.state_cost import StateCommunication
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.micro_batch_clock import CallSegments, simulate_step
 from autopar.ir.graph import Graph

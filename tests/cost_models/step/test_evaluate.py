@@ -13,13 +13,12 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.handwritten_candidates import GPT2_TENSOR_PARALLEL, candidate
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.state.state_cost import StateCommunication
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.call_trace import CallTrace
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.micro_batch_clock import CallSegments, simulate_step
-from autopar.cost_models.step.stage_devices import stage_cluster
-from autopar.cost_models.step.stage_p2p import cut_bytes, stage_link
+from autopar.cost_models.step.stage_devices import cut_bytes, stage_cluster, stage_link
 from autopar.cost_models.step.streams import Streams
 from autopar.errors import ClusterError
 from autopar.ir.pipeline.chunk_calls import chunk_calls

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from autopar.cost_models.events.state_transfers import step_transfers, transfer_seconds
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.cluster_parser import parse_overlap
-from autopar.cost_models.hardware.overlap import Overlap
-from autopar.cost_models.state.state_communication import StateCommunication
+from autopar.cost_models.hardware.software_traits import Overlap
+from autopar.cost_models.state.state_cost import StateCommunication
 from autopar.cost_models.step.micro_batch_clock import CallSegments, StepPasses, simulate_step
 from autopar.errors import ClusterError
 

@@ -17,11 +17,9 @@ from autopar.errors import PlanError
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.plan import Pipeline
 from autopar.ir.schedule import Action
+from autopar.schedules.check import most_in_flight as most_pairs_in_flight
 from autopar.schedules.clock import ChunkSeconds
-from autopar.schedules.in_flight import most_in_flight as most_pairs_in_flight
-from autopar.schedules.list_builders import builder_named, schedule_names
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+from autopar.schedules.pipeline_schedule import builder_named, chunks_of_stages, schedule_names, schedule_of, stage_of_chunks
 
 
 def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action, ...]:

@@ -13,7 +13,7 @@ from autopar.cost_models.comm.collectives import collective_seconds
 from autopar.cost_models.events.memory_terms import CallMemory
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.mesh_links import links_of_axis
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.state.state_memory import StateMemory
 from autopar.cost_models.step.block_costs import BlockCosts

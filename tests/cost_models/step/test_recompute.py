@@ -20,7 +20,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.block_memory import OFFLOAD_WINDOW, block_memory
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import PlacedValue
+from autopar.cost_models.tensors.sizes import PlacedValue
 from autopar.errors import PlanError
 from autopar.ir.graph import Block
 from autopar.ir.plan import BlockPlan, Conversion

@@ -11,7 +11,7 @@ from support.models.handwritten_blocks import Builder
 from autopar.cost_models.tensors.observe_saves import _function
 from autopar.cost_models.tensors.saved_tensors import saved_tensors
 from autopar.ir.graph import DType
-from autopar.ir.plan_file.saved_tensors import SavedTensors
+from autopar.ir.plan_file.document import SavedTensors
 
 X, W, N = ("B", 4, 16), (8, 16), (16,)
 CASES: list[tuple[str, tuple[Any, ...], Any, tuple[Any, ...]]] = [

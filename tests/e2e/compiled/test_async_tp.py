@@ -28,13 +28,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import api
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import Link
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.ir.plan import Precision
 from autopar.rules.registry import default_registry
 from autopar.runtime import collectives as C
 from autopar.runtime.comm import async_tp
-from autopar.runtime.comm.async_tp import async_tp_groups
-from autopar.runtime.comm.async_tp_products import all_gather_products, product_reduce_scatter
+from autopar.runtime.comm.async_tp import all_gather_products, async_tp_groups, product_reduce_scatter
 from autopar.runtime.compat.async_tp import AsyncTpGroup, fuse
 from autopar.runtime.compat.compile import BlockBackend, compiler_named
 from autopar.runtime.device.axis import AxisHandle

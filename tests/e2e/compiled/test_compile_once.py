@@ -20,9 +20,9 @@ from support.plans.pipeline_plans import candidate_text, pipeline_candidate
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.ir.plan import Pipeline, Precision
 from autopar.program.build import program_text
-from autopar.runtime.compat.compiled_code import CompiledCode
-from autopar.runtime.step import compile_once
-from autopar.runtime.step.compile_once import CompileOnce, publish, published
+from autopar.runtime.compat.compile import CompiledCode
+from autopar.runtime.step import compiled_blocks
+from autopar.runtime.step.compiled_blocks import CompileOnce, publish, published
 from autopar.solve.fixed.candidate import fixed_candidate
 from autopar.solve.fixed.configuration import FixedConfiguration
 
@@ -151,10 +151,10 @@ def test_a_rank_compiles_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_code_comes_from_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts follow from what torch finds in its caches, and from whether a rank of this job put it there."""
     monkeypatch.setattr(CompiledCode, "archive", lambda _: b"archive")
-    monkeypatch.setattr(compile_once, "take_code", lambda _: None)
+    monkeypatch.setattr(compiled_blocks, "take_code", lambda _: None)
     hits = iter(range(100))
     store = dist.HashStore()
     assert compile_on(store, "new") == "code 1 compiled"
-    monkeypatch.setattr(compile_once, "cache_hits", lambda: next(hits))
+    monkeypatch.setattr(compiled_blocks, "cache_hits", lambda: next(hits))
     assert compile_on(store, "new") == "code 1 compiled by other ranks"
     assert [compile_on(store, "old"), compile_on(store, "old")] == ["code 1 from the cache"] * 2

@@ -27,7 +27,7 @@ from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.ir.plan import Pipeline
 from autopar.runtime.checkpoint.entry import load_checkpoint
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 
 STEPS = 6
 SKEWED = ((90.0, 80.0, 1.0, 2.0, 30.0, 3.0, 4.0, 5.0), (1.0, 60.0, 3.0, 60.0, 70.0, 60.0, 2.0, 3.0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.program.proof import prove_program
+from autopar.program.build import prove_program
 
 
 class Weighted(nn.Module):

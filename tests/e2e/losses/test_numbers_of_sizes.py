@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.program.build import program_text
-from autopar.program.proof import prove_program
+from autopar.program.build import program_text, prove_program
 
 TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a term of the loss": lambda h, y: ((h - y) ** 2).mean() + (1.0 / h.shape[0]) * h.pow(2).sum(),

@@ -21,7 +21,7 @@ from support.plans.captured_models import Case, case_of
 from torch import Tensor, nn
 
 import autopar
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 
 
 def settings(name: str, kind: str) -> Any:

@@ -12,7 +12,7 @@ from support.models.zoo.catalog import specimen, zoo
 
 from autopar.capture import capture
 from autopar.program.build import program_text
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 
 QUICK = ("tied_autoencoder", "custom_functions", "complex_llama", "dlrm", "slots", "clip")
 FORCE = {"dp": 2, "tp": 2}

@@ -23,9 +23,8 @@ from autopar.capture import capture
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.planning import make_plan
-from autopar.program.build import program_text
-from autopar.program.proof import prove_program
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.program.build import program_text, prove_program
+from autopar.verification.single import LiftCasts, lift_casts
 
 LENGTHS = ((5, 7, 12), (24,), (3, 1, 20), (11, 13))
 """Lengths of the documents of each row."""

@@ -17,7 +17,7 @@ from autopar.capture import capture
 from autopar.options import PlanOptions
 from autopar.plan_inputs import capture_for
 from autopar.precision import precision_of
-from autopar.verification.lift import lift_casts
+from autopar.verification.single import lift_casts
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

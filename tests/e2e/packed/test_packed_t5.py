@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.capture import capture
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 
 LENGTHS = (((5, 3), (7, 6), (4, 3)), ((16, 12),), ((10, 1), (6, 11)), ((8, 4), (8, 8)))
 """Tokens of source and target of the documents of each row."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.ir.plan import Pipeline
 from autopar.passes.lower import lower
 from autopar.program.export import export_program
-from autopar.verification.lift import LiftCasts
+from autopar.verification.single import LiftCasts
 
 State = dict[str, Tensor]
 

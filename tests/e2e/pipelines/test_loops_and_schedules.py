@@ -13,7 +13,7 @@ from support.models.small_models import make
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate, with_split_block
 
 from autopar.ir.plan import Pipeline
-from autopar.verification.lift import LiftCasts
+from autopar.verification.single import LiftCasts
 
 LOOPS: dict[str, Script] = {
     "accumulated": [

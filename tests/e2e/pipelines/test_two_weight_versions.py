@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Pipeline
-from autopar.verification.lift import LiftCasts
+from autopar.verification.single import LiftCasts
 
 RATE = 1e-2
 STEPS = 5

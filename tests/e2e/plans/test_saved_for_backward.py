@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.sizes import Aliases, PlacedValue, aliases
 from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.ir.verify import verify_candidate
 from autopar.passes.lower import lower

@@ -15,7 +15,7 @@ from support.plans.sequence_sharding import sequence_plan
 
 from autopar.capture import capture
 from autopar.program.build import program_text
-from autopar.verification.lift import lift_casts
+from autopar.verification.single import lift_casts
 
 PLANS = {
     2: (("gpt2", "rows"),),

@@ -25,7 +25,7 @@ from autopar.ir.plan import Precision
 from autopar.operations.products import LINEAR_FLOAT8
 from autopar.planning import make_plan
 from autopar.program.build import program_text
-from autopar.runtime.ops import float8
+from autopar.runtime.ops import functions
 
 PUBLISHED = (
     ("llama3-8b", "dgx-h200:4", 64, "dp=32,zero=3,micro=2", 1.4979),  # tt-031: selective checkpointing
@@ -110,8 +110,8 @@ def test_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert refusal("dgx-a100:1", "fp8").endswith('has no float8 products: take precision "bf16"')
     assert "beside bfloat16, not float32" in refusal(with_float8("local:2"), Precision(float8=True))
-    monkeypatch.setattr(float8, "find_spec", lambda name: None)
-    assert "pip install torchao" in float8.float8_problem("cpu")
+    monkeypatch.setattr(functions, "find_spec", lambda name: None)
+    assert "pip install torchao" in functions.float8_problem("cpu")
 
 
 # -- on ranks
@@ -149,7 +149,7 @@ def test_the_product_is_near_and_its_gradients_too() -> None:
         inputs = [torch.randn(shape), torch.randn(32, 64), torch.randn(32)]
         found = [each.bfloat16().requires_grad_() for each in inputs]
         whole = [each.detach().float().requires_grad_() for each in found]
-        out, expected = float8.linear_float8_dynamic(*found), nn.functional.linear(*whole)
+        out, expected = functions.linear_float8_dynamic(*found), nn.functional.linear(*whole)
         out.float().square().sum().backward()
         expected.square().sum().backward()
         pairs = [(out, expected), *((one.grad, other.grad) for one, other in zip(found, whole, strict=True))]

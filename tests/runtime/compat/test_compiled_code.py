@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 
-from autopar.runtime.compat import compiled_code
-from autopar.runtime.compat.compiled_code import cache_hits, processor, recorded_code, take_code
+from autopar.runtime.compat import compile as compiled_code
+from autopar.runtime.compat.compile import cache_hits, processor, recorded_code, take_code
 
 
 def wave(x: torch.Tensor) -> torch.Tensor:

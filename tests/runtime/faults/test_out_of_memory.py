@@ -110,7 +110,7 @@ class Wide(torch.nn.Module):
 
 def test_the_answer_names_the_prediction_and_a_plan_that_fits() -> None:
     import autopar
-    from autopar.explain.out_of_memory import memory_answer
+    from autopar.explain.run_time import memory_answer
     from autopar.runtime.step.out_of_memory import Usage
 
     force = "tp=1,pp=1,zero=0,micro_batches=1,recompute=none,zero_group=0,sequence_parallel=0"

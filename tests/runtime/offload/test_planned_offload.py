@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.hardware.device_specs import OffloadTarget
-from autopar.cost_models.state import offload_cost
+from autopar.cost_models.state import state_memory
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.errors import AutoparError, Infeasible, PlanError
 from autopar.ir.plan_file.plan_file import Plan, load_plan
@@ -68,7 +68,7 @@ CONFIGURATION = "tp=1,pp=1,zero=3,micro_batches=1,recompute=none,zero_group=0,se
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_cost, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(state_memory, "PART_BYTES", PART_BYTES)
 
 
 def test_memory_and_seconds_of_a_forced_one(small_parts: None) -> None:
@@ -84,7 +84,7 @@ def test_memory_and_seconds_of_a_forced_one(small_parts: None) -> None:
     assert host.optimizer_seconds - plain.optimizer_seconds == pytest.approx(state / 20e9 + state / 10e9)
     assert nvme.optimizer_seconds - plain.optimizer_seconds == pytest.approx(state / 2e9 + state / 1e9)
     assert nvme.peak_memory_bytes == host.peak_memory_bytes
-    gpu = offload_cost.offloaded_update_seconds
+    gpu = state_memory.offloaded_update_seconds
     cuda = replace(cluster.device, kind="cuda")
     assert gpu(1e-3, 1e6, HOST, cuda) == 1e-3 and gpu(1e-5, 1e6, HOST, cuda) == pytest.approx(1.5e-4)
 

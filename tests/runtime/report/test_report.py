@@ -166,8 +166,8 @@ def test_a_measured_step(force: str, ranks: RankPool, tmp_path: Path, capsys: py
 
 def check_trace(plan: Any, trace: Any, seconds: float) -> None:
     """The events of a stage follow each other and fill its step; those of blocks are named as in the predicted trace."""
-    from autopar.report.chrome_trace import chrome_trace
-    from autopar.report.facts import plan_timeline
+    from autopar.report.page import plan_timeline
+    from autopar.report.timeline import chrome_trace
     from autopar.runtime.report.trace_event import MAIN, MEASURED_PROCESSES
 
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

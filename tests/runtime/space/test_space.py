@@ -17,8 +17,7 @@ from autopar.ir.placement import Shard, local_shape
 from autopar.operations.images.space import HALO, OWN
 from autopar.rules.expand import block_strategies
 from autopar.rules.localize import localize_args
-from autopar.rules.registry import default_registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, default_registry
 from autopar.runtime import collectives as C
 from autopar.runtime.device.mesh import MeshHandle
 

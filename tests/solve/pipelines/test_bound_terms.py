@@ -14,8 +14,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import stage_traces
 from autopar.ir.plan import Pipeline
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import stage_of_chunks
+from autopar.schedules.pipeline_schedule import schedule_of, stage_of_chunks
 from autopar.solve.bounds.call_state import CallState, undominated
 from autopar.solve.bounds.timed_actions import TimedSchedule, spread_micro_batches, timed_schedule
 from autopar.solve.pipeline.stage_relaxation import least_working_bytes

@@ -15,7 +15,7 @@ from support.models.handwritten_blocks import gpt2_graph
 from support.plans.pipeline_grid import PipelineGrid
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.cost_models.hardware.overlap import Overlap
+from autopar.cost_models.hardware.software_traits import Overlap
 from autopar.cost_models.state.optimizers import optimizer_named
 from autopar.cost_models.step.chunk_costs import chunk_costs
 from autopar.cost_models.step.evaluate import stage_traces
@@ -23,8 +23,7 @@ from autopar.cost_models.step.pipeline_clock import micro_batches_in_flight
 from autopar.ir.plan import Pipeline
 from autopar.rules.registry import default_registry
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages, stage_of_chunks
+from autopar.schedules.pipeline_schedule import chunks_of_stages, schedule_of, stage_of_chunks
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.call_lines import CallLines, DurationLine, SavedLine, duration_lines, saved_lines
 from autopar.solve.bounds.call_state import CallState

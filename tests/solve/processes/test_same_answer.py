@@ -107,7 +107,7 @@ def test_hash_seeds_change_no_byte_of_the_file(words: str, count: int, tmp_path:
     texts = []
     for seed, processes in SEEDS[:count]:
         path = tmp_path / f"{seed}.json"
-        command = [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--no-cache", "--processes", processes]
+        command = [sys.executable, "-m", "autopar", "plan", *words.split(), "--no-cache", "--processes", processes]
         subprocess.run(
             [*command, "--time-limit", "3000", "-o", str(path)], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
             capture_output=True,

@@ -18,7 +18,7 @@ from autopar.program.build import program_text
 from autopar.solve.result import PlanResult
 from autopar.solve.search import search
 from autopar.solve.space.options import SearchOptions
-from autopar.verification.lift import LiftCasts, lift_casts
+from autopar.verification.single import LiftCasts, lift_casts
 from support.harness.comparison import Outcome, differences
 from support.harness.rank_pool import RankPool
 from support.harness.run_program import train_programs

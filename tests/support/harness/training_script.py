@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopar.verification.lift import LiftCasts
+from autopar.verification.single import LiftCasts
 from support.harness.comparison import NOISE, different_numbers, different_tensors
 from support.harness.rank_pool import RankPool
 from support.harness.training_loop import Tensors, clip_gradients, full_gradients, full_state, loss_of, parallel_model

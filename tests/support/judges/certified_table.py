@@ -31,7 +31,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.planning import make_plan
-from autopar.program.proof import prove_program
+from autopar.program.build import prove_program
 from support.models.further_families import REFUSED, further_families
 from support.models.model_families import families
 from support.models.small_models import cases, long_cases, make_case, routed_cases

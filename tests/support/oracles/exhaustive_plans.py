@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from autopar.cost_models.step.evaluate import Evaluation, evaluate
 from autopar.cost_models.step.recompute import RecomputePlan, with_least_recompute
-from autopar.cost_models.tensors.aliases import PlacedValue, aliases
+from autopar.cost_models.tensors.sizes import PlacedValue, aliases
 from autopar.errors import PlanError
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS

@@ -9,8 +9,7 @@ from autopar.cost_models.compute.operations import Profile, profile, work_shards
 from autopar.ir.graph import Block, Graph
 from autopar.ir.plan import Candidate
 from autopar.rules.expand import block_strategies, fit_node
-from autopar.rules.registry import default_registry
-from autopar.rules.strategy import PASS, REDUNDANT
+from autopar.rules.registry import PASS, REDUNDANT, default_registry
 
 REPORTED = 0.0005
 """Less than this share of the FLOPs is not named."""

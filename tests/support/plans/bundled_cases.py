@@ -8,7 +8,7 @@ import torch
 
 from autopar.capture import capture
 from autopar.capture.models import load_model
-from autopar.verification.lift import lift_casts
+from autopar.verification.single import lift_casts
 from support.harness.end_to_end import Prepared, prepare_model
 from support.models.small_models import Case, make_case
 

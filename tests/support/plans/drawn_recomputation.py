@@ -10,7 +10,7 @@ from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.block_costs import BlockCosts
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.cost_models.step.recompute import RecomputePlan, overwritten_values, with_least_recompute
-from autopar.cost_models.tensors.aliases import Aliases, PlacedValue, aliases
+from autopar.cost_models.tensors.sizes import Aliases, PlacedValue, aliases
 from autopar.ir.graph import Block, Graph
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.partition_saved import replicated_on

@@ -10,8 +10,7 @@ from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Axis, Mesh
 from autopar.ir.placement import Invariant, Partial, Placement, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate, Conversion, NodePlan, Precision
 from autopar.rules.expand import block_strategies
-from autopar.rules.registry import default_registry
-from autopar.rules.strategy import AxisStrategy
+from autopar.rules.registry import AxisStrategy, default_registry
 from support.oracles.simulate_blocks import conversion_path
 
 Wish = Mapping[str, str]

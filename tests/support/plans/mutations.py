@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from autopar.ir.graph import Graph
-from autopar.ir.plan_file.codec import decode, encode
-from autopar.ir.plan_file.fingerprint import checksum, graph_fingerprint
+from autopar.ir.plan_file.codec import checksum, decode, encode, graph_fingerprint
 
 Place = tuple[str | int, ...]
 

@@ -12,8 +12,7 @@ from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.plan import Candidate, Pipeline
 from autopar.ir.plan_file.plan_file import Plan, assemble_plan
 from autopar.program.build import program_text
-from autopar.schedules.pipeline_schedule import schedule_of
-from autopar.schedules.placement import chunks_of_stages
+from autopar.schedules.pipeline_schedule import chunks_of_stages, schedule_of
 from support.harness.end_to_end import Prepared, plan
 
 

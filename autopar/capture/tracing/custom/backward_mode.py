@@ -49,9 +49,7 @@ class BackwardMode(TorchFunctionMode):
         self.enabled = False
         self.likes = {id(seed): like for seed, like in zip(seeds, likes, strict=True)}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             self.enabled = args[0]
             return None

@@ -11,7 +11,7 @@ import dis
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -45,9 +45,7 @@ class Comparisons(TorchFunctionMode):
         super().__init__()
         self.lines = lines
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _passing(sys._getframe(1)) if func in _COMPARE else None
         if answer is None:
             return func(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ there, but these can be computed beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,9 +45,7 @@ class ConcreteValues(TorchFunctionMode):
         self.more_at_fixed_sizes = False
         """Whether more were known if no size were a symbol."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # the branches of torch.cond
             return func(*args, **kwargs)

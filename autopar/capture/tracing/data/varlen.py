@@ -83,9 +83,7 @@ class VarlenAttention(TorchFunctionMode):
         super().__init__()
         self.attend = attend
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "_qualified_op_name", "") != "torch_attn::_varlen_attn":
             return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)

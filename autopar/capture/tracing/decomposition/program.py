@@ -6,14 +6,14 @@ where it stands; a graph where that cannot be is traced (`writes.NotLocal`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch._export import utils
 from torch._export.utils import _get_decomp_for_cia
@@ -23,7 +23,6 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from autopar.capture.normalize.batch_norm import batch_norms
 from autopar.capture.normalize.loss_functions import loss_functions
 from autopar.capture.normalize.recurrent import recurrent_nets
-from autopar.capture.normalize.statistics import statistics
 from autopar.capture.tracing.data.checks import drop_checks
 from autopar.capture.tracing.decomposition.nodes import Table, decomposed_graph
 from autopar.capture.tracing.decomposition.unseen_writes import keep_gradients
@@ -139,3 +138,22 @@ def overrides_of(device: torch.device) -> Iterator[None]:
             stack.enter_context(patch.object(exported_program, name, keys))
         stack.enter_context(patch.object(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)))
         yield
+
+
+Dims = list[int] | None
+
+
+def statistics() -> Mapping[Any, Callable[..., Any]]:
+    """Return operations of torch that have two results, each with the function that takes its place: torch's own decomposition
+    is made of ``prims``, which have no rules."""
+    return {torch.ops.aten.std_mean.correction: std_mean, torch.ops.aten.var_mean.correction: var_mean}
+
+
+def std_mean(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """``torch.std_mean``."""
+    return x.std(dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim=keepdim)
+
+
+def var_mean(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """``torch.var_mean``."""
+    return x.var(dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim=keepdim)

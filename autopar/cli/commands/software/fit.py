@@ -91,7 +91,7 @@ def _show(found: Fit, console: Console) -> None:
         rows += [("does not start", f"{reason} ({source})") for reason, source in found.problems]
         console.table(title, ("", "does not start"), rows)
         return
-    from autopar.software.residuals import fitting_share, step_interval
+    from autopar.software.spending import fitting_share, step_interval
     from autopar.solve.fixed.baselines import memory_word
 
     cost = found.priced.evaluation
@@ -149,7 +149,7 @@ def _document(found: Fit) -> dict[str, Any]:
         "notes": list(found.notes),
     }
     if found.priced is not None:
-        from autopar.software.residuals import fitting_share, step_interval
+        from autopar.software.spending import fitting_share, step_interval
 
         cost = found.priced.evaluation
         mixture = found.work.decoder is not None and bool(found.work.decoder.experts)

@@ -58,9 +58,8 @@ def _gain(share: float) -> str:
 
 
 def _show(found: Choice, best: PricedConfiguration, costs: Sequence[tuple[str, float | None]], console: Console) -> None:
-    from autopar.software.jobs import constants_note
-    from autopar.software.models import Model
-    from autopar.software.residuals import step_interval
+    from autopar.software.models import Model, constants_note
+    from autopar.software.spending import step_interval
     from autopar.solve.fixed.baselines import memory_word
 
     software, job, cost = found.software, found.job, best.evaluation
