@@ -35,7 +35,7 @@ from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
 from .step.out_of_memory import latest_answer
-from .tensors.mixed_operations import mix_whole_tensors, write_through_views
+from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
 from .tensors.reductions import reduce_rightly
 from .tensors.stage_values import follow_stages
@@ -46,6 +46,7 @@ from .tensors.torch_functions import (
     refuse_collectives,
     refuse_one_stage,
 )
+from .tensors.view_writes import write_through_views
 
 _FSDP2_WARNING = "FSDP2-wrapped module"
 """The warning of FSDP2 about in-place writes into views that a block returns; generated code never writes in place."""

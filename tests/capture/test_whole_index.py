@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.plan_inputs import registry
-from autopar.solve.space.grid import why_one_micro_batch
+from autopar.solve.space.micro_batches import why_one_micro_batch
 
 Take = Callable[[Tensor, Tensor, Tensor], Tensor]
 

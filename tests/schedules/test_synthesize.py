@@ -17,7 +17,8 @@ from autopar.schedules.clock import ChunkSeconds, ScheduleClock
 from autopar.schedules.pipeline_schedule import schedule_names, schedule_of, stage_of_chunks
 from autopar.schedules.synthesis.greedy import initial_rules, simulate_rules
 from autopar.schedules.synthesis.known_orders import with_merged_backwards
-from autopar.schedules.synthesis.task import MemoryLimits, Task, makespan_lower_bound
+from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
+from autopar.schedules.synthesis.task import MemoryLimits, Task
 from autopar.solve.ilp.linear_model import Status
 from autopar.solve.pipeline.synthesize import Synthesis, synthesize
 

@@ -25,16 +25,9 @@ from autopar.solve.ilp.formulate import formulate
 from autopar.solve.ilp.memory_events import add_memory_constraint
 from autopar.solve.ilp.solve_mesh import PricedPlan
 from autopar.solve.ilp.solver import most_nodes, solve
-from autopar.solve.space.grid import (
-    GROUP,
-    GridPoint,
-    devices_per_node,
-    grid_points,
-    least_memory_points,
-    micro_batch_counts,
-    why_one_micro_batch,
-)
+from autopar.solve.space.grid import GROUP, GridPoint, devices_per_node, grid_points, least_memory_points
 from autopar.solve.space.meshes import divisors
+from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 from autopar.solve.space.pipeline_grid import chunks_per_stage, pipeline_asked
 from autopar.solve.space.problem_tables import ProblemTables

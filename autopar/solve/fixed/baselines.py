@@ -24,8 +24,9 @@ from autopar.rules.registry import Registry, default_registry
 from autopar.solve.fixed.candidate import BlockPlacements, fixed_candidate, place_blocks
 from autopar.solve.fixed.configuration import TENSOR_AXIS, FixedConfiguration
 from autopar.solve.result import PlanResult
-from autopar.solve.space.grid import GridPoint, devices_per_node, micro_batch_counts, why_one_micro_batch
+from autopar.solve.space.grid import GridPoint, devices_per_node
 from autopar.solve.space.meshes import divisors
+from autopar.solve.space.micro_batches import micro_batch_counts, why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
 _REPEATED = 0.05

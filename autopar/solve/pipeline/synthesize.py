@@ -16,7 +16,8 @@ from autopar.schedules.check import check
 from autopar.schedules.clock import ChunkSeconds, ScheduleClock
 from autopar.schedules.synthesis.greedy import search_rules
 from autopar.schedules.synthesis.known_orders import known_orders, start_seconds, with_merged_backwards
-from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, MemoryLimits, Order, Task, makespan_lower_bound
+from autopar.schedules.synthesis.makespan_bound import makespan_lower_bound
+from autopar.schedules.synthesis.task import BACKWARDS, FORWARDS, WEIGHTS, MemoryLimits, Order, Task
 from autopar.solve.ilp.linear_model import Status
 
 _UNITS = 1_000_000

@@ -1,7 +1,7 @@
 """The grid: what the search enumerates outside of the ILP. It is finite, and the certificate has a line for every point of it.
 
-A point is a mesh, a number of micro-batches (whether the batch may be divided at all, and by what), a state group, and a
-pipeline: its stages, the model chunks of a stage and its schedule. The mesh is that of one pipeline stage.
+A point is a mesh, a number of micro-batches, a state group, and a pipeline: its stages, the model chunks of a stage and its
+schedule. The mesh is that of one pipeline stage.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models.hardware.cluster import Cluster
-from autopar.errors import BatchError, ClusterError, PlanError
-from autopar.ir.batch_totals import BatchAxisPlacements, batch_totals, why_fixed
-from autopar.ir.graph import Block, Graph
+from autopar.errors import BatchError, ClusterError
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS, EXPERT_AXIS, Mesh
 from autopar.ir.plan import BlockPlan, Candidate, Precision
 from autopar.operations.experts import indivisible_experts
 from autopar.operations.notation.notation import BATCH_DIMS
 from autopar.rules.registry import Registry
-from autopar.solve.problem.boundary import block_slots
-from autopar.solve.problem.data_axis import AxisStrategies
-from autopar.solve.space.meshes import divisors, meshes
+from autopar.solve.space.meshes import meshes
+from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
 
 GROUP = "zero_group"
 """Forces the number of neighbours on the data axis that share one copy of the state; 0 is all of them."""
@@ -140,47 +138,3 @@ def zero_groups(mesh: Mesh, node_size: int, force: Mapping[str, int]) -> tuple[i
 def devices_per_node(cluster: Cluster) -> int:
     """Devices that the innermost of several link levels joins; all where there is one level."""
     return cluster.links[0].devices if len(cluster.links) > 1 else cluster.size
-
-
-MICRO = "micro"
-"""Forces the examples of one micro-batch on one data rank."""
-
-
-def why_one_micro_batch(graph: Graph, registry: Registry) -> str:
-    """Say in a sentence what forces one micro-batch; empty where any number gives the loss and gradients of the batch."""
-    if not graph.batch_is_symbolic:
-        return why_fixed(graph)
-    strategies = AxisStrategies(graph, registry)
-    boundary, data_axis = strategies.boundary, strategies.on_data_axis(2)
-
-    def along(block: Block) -> BatchAxisPlacements:
-        chosen = {node.name: data_axis.strategies[block.name, node.name] for node in block.nodes}
-        places = [(slot, name, data_axis.classes[boundary.classes[slot]]) for slot, name in block_slots(block)]
-        produced = {name: at for slot, name, at in places if slot.side != "out"}
-        for node in block.nodes:
-            produced |= {value.name: at for value, at in zip(node.outputs, chosen[node.name].results, strict=True)}
-        ends = tuple(at for slot, _, at in places if slot.side == "out")
-        return BatchAxisPlacements(produced, {name: strategy.operands for name, strategy in chosen.items()}, ends)
-
-    try:
-        batch_totals(graph, along)
-    except PlanError as error:
-        return str(error).removesuffix(": it takes one micro-batch")
-    return ""
-
-
-def expert_axis_fits(mesh: Mesh, batch: int, micro_batches: int, force: Mapping[str, int], experts: bool) -> bool:
-    """Return whether `EXPERT_AXIS` can shard each of so many micro-batches. A mesh without it is for batches that it cannot shard
-    at all: where only some micro-batches are too small for it, larger ones remain, or a forced ``tp``."""
-    each = batch // mesh.size_of(DATA_AXIS)
-    if mesh.size_of(EXPERT_AXIS) > 1:
-        return each // micro_batches % mesh.size_of(EXPERT_AXIS) == 0
-    model = mesh.size // mesh.size_of(DATA_AXIS)
-    return not experts or model == 1 or "tp" in force or each % model != 0
-
-
-def micro_batch_counts(batch: int, data: int, force: Mapping[str, int], one_micro_batch: bool) -> tuple[int, ...]:
-    """The numbers of micro-batches of each data rank: every divisor of its batch, or only one."""
-    each = batch // data
-    counts = [1] if one_micro_batch else divisors(each)
-    return tuple(count for count in counts if each // count == force.get(MICRO, each // count))

@@ -22,17 +22,9 @@ from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
 from autopar.schedules.pipeline_schedule import INTERLEAVED, builder_named, schedule_builders
-from autopar.solve.space.grid import (
-    MICRO,
-    GridPoint,
-    devices_per_node,
-    dispatches_tokens,
-    expert_axis_fits,
-    micro_batch_counts,
-    why_one_micro_batch,
-    zero_groups,
-)
+from autopar.solve.space.grid import GridPoint, devices_per_node, dispatches_tokens, zero_groups
 from autopar.solve.space.meshes import divisors, meshes
+from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
 
 PIPELINE_FORCES = ("pp", "virtual")
 """The degrees that only pipelines have."""

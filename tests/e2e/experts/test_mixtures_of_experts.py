@@ -22,7 +22,7 @@ from autopar.errors import ClusterError
 from autopar.ir.plan import Pipeline, Precision
 from autopar.rules.registry import default_registry
 from autopar.solve.search import search
-from autopar.solve.space.grid import why_one_micro_batch
+from autopar.solve.space.micro_batches import why_one_micro_batch
 from autopar.solve.space.options import SearchOptions
 
 COVERING = {
