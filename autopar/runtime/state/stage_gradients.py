@@ -26,7 +26,8 @@ PARAMETER = "parameter "
 no name."""
 _STAGES: weakref.WeakSet[StageGradients] = weakref.WeakSet()
 _ORIGINS = WeakIdKeyDictionary()
-"""What DTensors were computed of, where they are no parameters and no gradients themselves."""
+"""What DTensors were computed of, where they are no parameters and no gradients themselves, and ordinary numbers that were added
+up of such."""
 _NORM_OF_ALL = "the norm of all gradients (where a stage has none since a freeze: parallel.clip_grad_norm_(max_norm))"
 
 
@@ -127,6 +128,13 @@ def note_origins(value: DTensor, origins: Origins) -> None:
     """Say what a tensor was computed of; a parameter or gradient that was written into stays what it is."""
     if origins and place_of(value)[0] is None and _ORIGINS.get(value) != origins:
         _ORIGINS[value] = origins
+
+
+def origins_in_sum(total: torch.Tensor, origins: Origins) -> Origins:
+    """Return the parameters of which numbers were added to an ordinary tensor, `origins` last."""
+    every: Origins = _ORIGINS.get(total, frozenset()) | origins
+    _ORIGINS[total] = every
+    return every
 
 
 def is_of_several(origins: Origins) -> bool:

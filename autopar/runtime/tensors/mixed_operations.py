@@ -57,7 +57,8 @@ def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any]
         if op._schema.name.startswith("aten::_foreach_") and len(parts := by_mesh(args[0])) > 1:
             return on_each_mesh(op, parts, args, kwargs)  # of an optimizer of several models
         plain = [each for each in flat(args) if _is_whole(each)]
-        if not plain or (in_backward() and not all(map(was_mixed, plain))):
+        into_plain = op._schema.is_mutable and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor)
+        if not (plain or into_plain) or (in_backward() and not all(map(was_mixed, plain or args[:1]))):
             return rule(op, args, kwargs)
         return _mixed(rule, op, args, kwargs)
 

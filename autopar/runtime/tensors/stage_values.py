@@ -22,7 +22,16 @@ from ..compat.dtensor import local_of, operations_of_shards, replicated, usual_o
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
-from ..state.stage_gradients import Origins, StageGradients, combined, is_of_several, note_origins, origins_of, place_of
+from ..state.stage_gradients import (
+    Origins,
+    StageGradients,
+    combined,
+    is_of_several,
+    note_origins,
+    origins_in_sum,
+    origins_of,
+    place_of,
+)
 
 _JOINS = frozenset(("cat", "stack"))
 _NORMS = frozenset(("linalg_vector_norm", "norm"))
@@ -78,6 +87,9 @@ def _follow(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: A
     if not origins:
         return usual(op, args, kwargs)
     word = op._schema.name.removeprefix("aten::")
+    into_plain = op._schema.is_mutable and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor)
+    if into_plain and any(map(_is_number, tensors[1:])) and is_of_several(origins_in_sum(args[0], origins)):
+        raise combined("a sum that begins as an ordinary tensor (begin it with the number 0)")
     # a differentiable sum is a penalty, and goes into a backward of this stage
     penalty = word != _READS and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if not is_of_several(origins) or word.endswith("_like"):
@@ -108,6 +120,11 @@ def _noted(result: Any, origins: Origins) -> Any:
         if isinstance(each, DTensor):
             note_origins(each, origins)
     return result
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    """Return whether a number was computed of parameters, and is none of them."""
+    return value.numel() == 1 and bool(origins_of(value)) and place_of(value)[0] is None
 
 
 def _is_pending(value: Any) -> bool:

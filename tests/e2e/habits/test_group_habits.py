@@ -125,6 +125,29 @@ def sums_over_parameters(plan: str) -> None:
             assert not staged or "of which a stage of a pipeline has only its own" in refusal(add)
 
 
+def sums_in_a_tensor(plan: str) -> None:
+    """An L1 penalty, and a norm, that begin as ``torch.zeros(())``; the mean of one gradient's norms."""
+
+    def run(model: Any) -> list[float]:
+        penalty, total, mean = (torch.zeros(size, dtype=torch.float64) for size in ((), (1,), ()))
+        loss = model(**batch(0))
+        for name, p in model.named_parameters():
+            penalty += p.norm(1) if name != "unused" else 0
+        (loss + 0.1 * penalty).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            total += gradient.pow(2).sum()
+        return [float(loss), float(penalty), float(total.sqrt()), *(float(mean.lerp_(gradients[0].norm(), 0.5)) for _ in (0, 1))]
+
+    parallel, reference = parallel_of(net(), plan), net()
+    if parallel.program.mesh.pp.size > 1:
+        assert "(begin it with the number 0) combines several parameters" in refusal(lambda: run(parallel))
+        return
+    assert not (wrong := different_numbers("sums", run(parallel), run(reference), 1e-9)), wrong
+    for name, p in parallel.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), reference.get_parameter(name).grad, rtol=1e-9, atol=1e-11)
+
+
 def order_of_all_elements(plan: str) -> None:
     """Pruning by the size of all weights, and by their effect (SNIP)."""
 
