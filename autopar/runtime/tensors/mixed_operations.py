@@ -84,6 +84,9 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
         _check_pair(each, [other for other in plain if other.dtype != torch.bool])
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
+        for each in shards if torch.is_grad_enabled() else ():
+            if each.requires_grad:  # a penalty that is added into a tensor, which passes its own gradient on
+                each.register_hook(_placed_gradient(each))
         return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
     writes = op._schema.is_mutable
@@ -108,6 +111,16 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
 
     with glancing(doing):
         return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
+
+
+def _placed_gradient(value: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    mesh = value.device_mesh
+
+    def placed(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if isinstance(gradient, DTensor) else replicated(gradient, mesh)
+
+    placed.autopar = True  # type: ignore[attr-defined]  # no hook of the user's
+    return placed
 
 
 def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
