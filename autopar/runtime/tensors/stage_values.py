@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from math import isinf
 from typing import Any
 
 import torch
@@ -196,14 +197,13 @@ def _of_all_stages(value: DTensor) -> DTensor:
 def _reduced_over_stages(usual: Callable[[Any, Any, Any], Any], op: Any, word: str, args: Any, kwargs: Any) -> DTensor:
     """A norm or an extreme of all parameters of all stages."""
     stage, result = _stage_of_all(args[0]), usual(op, args, kwargs)
-    if result.numel() > 1 or (word in _NORMS and _counts_twice(origins_of(args[0]))):
-        raise combined("a norm" if word in _NORMS else word)
-    number = local_of(whole(result)).as_subclass(torch.Tensor)
-    if word in _NORMS:
-        order = next(iter(args[1:2]), kwargs.get("ord", kwargs.get("p")))
-        number = stage.over_stages(number, 2.0 if order is None else float(order))
-    else:
-        number = stage.extreme_over_stages(number, word in _LARGEST)
+    given = next(iter(args[1:2]), kwargs.get("ord", kwargs.get("p")))
+    order = None if word not in _NORMS else 2.0 if given is None else float(given)
+    # a maximum is the same where several stages have a parameter
+    if result.numel() > 1 or (order is not None and not isinf(order) and _counts_twice(origins_of(args[0]))):
+        raise combined(word if order is None else "a norm")
+    number = local_of(whole(result) if isinstance(result, DTensor) else result).as_subclass(torch.Tensor)
+    number = stage.extreme_over_stages(number, word in _LARGEST) if order is None else stage.over_stages(number, order)
     return replicated(number, args[0].device_mesh)
 
 

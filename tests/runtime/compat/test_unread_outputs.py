@@ -55,8 +55,28 @@ def test_code_with_one_output_is_as_torch_has_it() -> None:
     assert "Outputs" not in type(compiled(torch.ones(2, 3)).grad_fn).__name__
 
 
+def writes(x: Tensor, trunk: Tensor, first: Tensor, second: Tensor, third: Tensor, number: int) -> tuple[Any, ...]:
+    """What is read later was written into, in a view of it, or had no gradient when it was made."""
+    h = torch.tanh(x @ trunk)
+    a, b, c = h @ first, h @ first, torch.zeros_like(h)
+    a[1].add_((h @ second)[1])
+    b.mul_(x @ third)
+    torch._foreach_add_([b], [h @ second])
+    c[:2] = (h @ third)[:2]
+    return a, b, c.sin(), h.cos(), number
+
+
+@pytest.mark.parametrize("losses", [[(0,)], [(1,)], [(2,)], [(3,)], [(1,), (0,), (3,)]])
+def test_writes_lose_no_gradient(losses: list[tuple[int, ...]]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(writes, backend=BlockBackend(compiler_named("aot_eager")), fullgraph=True)
+    for found, expected in zip(gradients(compiled, losses), gradients(writes, losses), strict=True):
+        torch.testing.assert_close(found, torch.zeros_like(found) if expected is None and found is not None else expected)
+
+
 def conversions_one_by_one(order: tuple[int, ...]) -> None:
-    """On a rank: several tensors in one collective for each kind and dtype; one of the results is read."""
+    """On a rank: several tensors in one collective for each kind and dtype; one of the results is read. Of a second size too,
+    for which torch.compile makes sizes symbols, operands beside the tensors."""
     torch._dynamo.reset()
     mesh = MeshHandle({"dp": 1, "tp": 2}, seed=0)
     texts = [("S(0) -> R", "P -> R", "P -> R", "R -> S(0)", "S(0) -> R")[place] for place in order]
@@ -66,8 +86,8 @@ def conversions_one_by_one(order: tuple[int, ...]) -> None:
         return convert_many([x * 2 for x in xs], mesh.tp, texts)
 
     compiled = torch.compile(run, backend=BlockBackend(compiler_named("aot_eager")), fullgraph=True)
-    for place in range(len(order)):
-        xs = [torch.ones(4, 3, dtype=dtype).requires_grad_() for dtype in dtypes]
+    for place, length in itertools.product(range(len(order)), (4, 6, 8) if len(order) > 2 else (4,)):
+        xs = [torch.ones(length, 3, dtype=dtype).requires_grad_() for dtype in dtypes]
         compiled(*xs)[place].sum().backward()
         assert [x.grad is not None for x in xs] == [each == place for each in range(len(order))]
 

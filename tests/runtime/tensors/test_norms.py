@@ -163,10 +163,15 @@ def norms_of_stages() -> None:
             lambda each: torch.stack([value.isnan().any() for value in each]).any(),
             lambda each: torch.stack([value.isfinite().all() for value in each]).all(),
             lambda each: nn.utils.get_total_norm(each, math.inf),
+            lambda each: torch.linalg.vector_norm(torch.cat([value.flatten() for value in each]), math.inf),
         ):
             torch.testing.assert_close(read(values).item(), read(expected_values).item(), equal_nan=True)
-    with pytest.raises(RuntimeProblem, match=r"of which a stage of a pipeline has only its own"):
-        torch.stack([value.abs().max() for value in gradients[1:]]).max()
+    for refused in (  # of some; a table that two stages have would count twice
+        lambda: torch.stack([value.abs().max() for value in gradients[1:]]).max(),
+        lambda: torch.cat([value.flatten() for value in gradients]).norm(),
+    ):
+        with pytest.raises(RuntimeProblem, match=r"of which a stage of a pipeline has only its own"):
+            refused()
     for each in gradients:  # of one parameter at a time: any combination is right
         ratio = each.norm() / (each.clone().norm() + (each * 0.5).norm())
         assert ratio.item() == pytest.approx(1 / 1.5)
@@ -174,3 +179,37 @@ def norms_of_stages() -> None:
 
 def test_norms_of_stages(ranks: RankPool) -> None:
     ranks.run(norms_of_stages, world=2)
+
+
+class TwoLayers(nn.Module):
+    """No two stages have a parameter of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+def norms_of_rows() -> None:
+    """On a rank: those of all elements in one row."""
+    x = torch.arange(64, dtype=torch.float64).reshape(8, 8).sin()
+    plain, parallel = TwoLayers(), autopar.parallelize(TwoLayers(), "local:2", (x,), force="pp=2", cache=False)
+    for model in (plain, parallel):
+        model(x).backward()
+
+    def norms(model: nn.Module) -> list[float]:
+        parameters = list(model.parameters())
+        gradients = [each.grad for each in parameters]
+        rows = [torch.cat([each.detach().flatten() for each in values]) for values in (parameters, gradients)]
+        products = [p.detach().flatten() * gradient.flatten() for p, gradient in zip(parameters, gradients, strict=True)]
+        rows += [nn.utils.parameters_to_vector(parameters).detach(), torch.cat(products)]
+        return [torch.linalg.vector_norm(row, order).item() for row in rows for order in (2.0, 1.0, math.inf)]
+
+    assert norms(parallel) == pytest.approx(norms(plain), rel=1e-12)
+
+
+def test_norms_of_rows(ranks: RankPool) -> None:
+    ranks.run(norms_of_rows, world=2)
