@@ -57,6 +57,7 @@ from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import on_first_rank, require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.async_tp import async_tp_groups
 from autopar.runtime.comm.heartbeat import PATIENCE_SECONDS, join, watched
+from autopar.runtime.compat.autograd import outside_of_inference
 from autopar.runtime.compat.modules import forward_of, is_compiled
 from autopar.runtime.device.groups import several_ranks
 from autopar.runtime.device.mesh import MeshHandle, launched_processes
@@ -178,6 +179,7 @@ def parallelize(
     return _build(model, cluster, example_inputs, options, run)
 
 
+@outside_of_inference()
 def _build(
     model: nn.Module, named: str | Cluster, example_inputs: ExampleInputs, options: PlanOptions, run: RuntimeOptions
 ) -> Parallel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,19 @@ def check_batch(graph: Graph, options: PlanOptions) -> None:
         raise BatchError(
             f"{graph.name} was captured at a batch of {graph.batch} only: give example inputs of batch {options.batch}"
         )
+
+
+@contextmanager
+def naming_batch_dims(graph: Graph, options: PlanOptions) -> Iterator[None]:
+    """Say in a BatchError where inputs were taken to have the batch, if not at dimension 0, and nobody said so."""
+    try:
+        yield
+    except BatchError as error:
+        dims = graph.interface.batch_dims if graph.interface is not None and options.batch_dim is None else {}
+        if not dims:
+            raise
+        guess = ", ".join(f"dimension {dim} of {name}" for name, dim in dims.items())
+        raise BatchError(f"{error} (the batch was taken to be {guess}, by the sizes: if it is not, pass batch_dim=0)") from error
 
 
 # -- rules of the user

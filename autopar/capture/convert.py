@@ -164,6 +164,11 @@ class _Converter:
         name = self.original(target)
         if not self.sources[name].buffer:
             kind = "the optimizer trains" if self.sources[name].trainable else "is frozen"
+            if any("embedding_renorm" in str(node.target) for node in self.traced.program.graph.nodes):
+                raise CaptureError(
+                    f"the forward writes to the parameter {name}, which {kind}: leave max_norm of its embedding out, and call "
+                    "weight.renorm_(2, 0, max_norm) after the optimizer's step, under torch.no_grad()"
+                )
             raise CaptureError(
                 f"the forward writes to the parameter {name}, which {kind}: make it a buffer (register_buffer), or update it "
                 "outside of the forward, after the optimizer's step, under torch.no_grad()"

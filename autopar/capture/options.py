@@ -26,3 +26,5 @@ class CaptureOptions:
     batch_dim: BatchDim = None
     autocast: str = ""
     float8: bool = False
+    where_returned: tuple[str, ...] = ()
+    """Further outputs, of which the result may lack some."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .comm.agreement import refused_together, require_agreement, stated_step
-from .compat.autograd import in_backward, outside_of_checkpoint
+from .compat.autograd import in_backward, outside_of_checkpoint, outside_of_inference
 from .device.autocast import autocast_of, under_autocast
 from .device.rng import seed_stream
 from .errors import BatchError, RuntimeProblem
@@ -59,14 +59,12 @@ class Calls:
 
     def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
         """Return the result of a call. `training`: the mode of the whole model."""
-        with outside_of_checkpoint():  # the plan says what is recomputed
+        # the plan says what is recomputed; programs and gathered weights that are made in inference mode could never train
+        with outside_of_checkpoint(), outside_of_inference():
             return self._call(args, batch, training)
 
     def _call(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
-        """Return the result of a call in inference mode, under autocast or neither."""
-        if torch.is_inference_mode_enabled():  # what is made in it (programs, gathered weights) could never train
-            with torch.inference_mode(False), torch.no_grad():
-                return self._call(args, batch, training)
+        """Return the result of a call, under autocast or not."""
         device = self.program.mesh.device.type
         if cast := autocast_of(device):  # the casts are part of the program
             if self.variants is None:

@@ -17,6 +17,7 @@ from .checkpoint.entry import Checkpoints
 from .checkpoint.held import Optimizers, as_optimizers
 from .comm.agreement import program_digest
 from .comm.heartbeat import PATIENCE_SECONDS, Heartbeat, start_heartbeat
+from .compat.autograd import outside_of_inference
 from .compat.cuda_graphs import CaptureStream
 from .compat.hooks import around_optimizer_steps
 from .data.length_sampler import LengthBatchSampler
@@ -283,7 +284,7 @@ class Parallel(ShardedModule):
         """A parallel model with weights of its own (all ranks must call)."""
         copy: Parallel | None = memo.get(id(self))
         if copy is None:
-            with self._watch("the copy of the model"):
+            with self._watch("the copy of the model"), outside_of_inference():
                 copy = memo[id(self)] = _copied(self)
         return copy
 

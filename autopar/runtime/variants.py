@@ -27,6 +27,7 @@ from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.frozen_reads import FrozenReads, Reads
+from .plain.optimizer_steps import OptimizerSteps, StepBounds
 from .plain.plain_model import PlainModel
 from .state.lend import UnfrozenParameters, lend_state
 from .state.materialize import State
@@ -160,7 +161,7 @@ class Variants:
         self.incomplete: dict[CallKey, Missing] = {}  # calls of which no program returns everything
         self.lacks = Lacks()  # of the last call
         self.autocast = ""
-        self.unfrozen = UnfrozenParameters(first.state)
+        self.unfrozen, self.steps = UnfrozenParameters(first.state), OptimizerSteps(first.state)
         self.trains = True  # a parameter of any stage, in the last call
         self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
 
@@ -326,16 +327,18 @@ class Variants:
 
     def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
-        variants, or with batches of different sizes, or have begun different numbers of backwards."""
+        variants, or with batches of different sizes, or have begun different numbers of backwards or made different numbers of
+        optimizer steps."""
         changed, self.trains = self.unfrozen.changed(), self.first.state.trains()
         several, seeds = several_ranks(), [*self.first.program.mesh.seed_change()]
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            least, most = bounds_on_ranks(torch.tensor([number, backwards, changed, self.trains, *seeds]), [self.control])
+            own = torch.tensor([number, backwards, changed, self.trains, *self.steps.bounds(), *seeds])
+            least, most = bounds_on_ranks(own, [self.control])
             same_call, same_backwards, same_changes, *_ = (least == most).tolist()
-            self.trains, seeds = bool(most[3]), most[4:].tolist()  # scripts may seed each rank otherwise
+            self.trains, seeds = bool(most[3]), most[6:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
@@ -343,6 +346,7 @@ class Variants:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
                 )
+            self.steps.agree(StepBounds(int(most[4]), int(least[5])), describe)
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)

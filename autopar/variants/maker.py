@@ -126,7 +126,7 @@ class VariantMaker:
 
         arguments = map_arguments(on_meta, dict(call.arguments))
         options = dict(self.options)
-        options["outputs"] = tuple(dict.fromkeys((*options["outputs"], *call.key.outputs)))
+        options["where_returned"], options["outputs"] = options["outputs"], call.key.outputs
         if TARGET not in arguments:
             options["loss_fn"] = None
         options["autocast"] = call.key.autocast
@@ -137,7 +137,7 @@ class VariantMaker:
         if not lacks:
             return graph, ()
         kept = (output.asked for output in graph.outputs if output.path not in dict(lacks))
-        chosen = replace(chosen, outputs=(*self.options["outputs"], *kept))
+        chosen = replace(chosen, outputs=tuple(kept))
         return self.exports.graph(model, call.key.modes, arguments, chosen, call.key.changed), lacks
 
     def right_in(self, training: bool) -> bool:

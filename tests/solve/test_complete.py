@@ -34,6 +34,7 @@ def test_degrees_alone_are_for_the_search() -> None:
         (WHOLE + ",tp2=2", "tp2 not among them"),
         (WHOLE.replace("full", "some"), "recompute=some is none of"),
         ("tp=4,speed=9", "'speed' cannot be forced"),
+        ("cp=2", "'cp' cannot be forced: a model axis .* shards the sequence where that is fastest; write tp=2"),
         ("schedule=synthesized", "pipeline: write its stages too, as in pp=2"),
         ("pp=1,schedule=synthesized", "write its stages too"),
         ("schedule=best", "no schedule 'best'.* or write synthesized"),

@@ -9,10 +9,13 @@ from random import Random
 
 import numpy
 import pytest
+import torch
 from support.harness.end_to_end import prepare
 from support.models.handwritten_blocks import gpt2_graph
 from support.models.solver_graphs import llama_graph
+from torch import Tensor, nn
 
+import autopar
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.cost_models.step.evaluate import evaluate
 from autopar.errors import AutoparError
@@ -167,6 +170,28 @@ def test_what_cannot_be_is_one_line(force: dict[str, int], schedule: str, said: 
     with pytest.raises(AutoparError, match=said) as caught:
         search(small(), Cluster.parse("dgx-h100:2"), SearchOptions(force=force, schedule=schedule))
     assert "\n" not in str(caught.value)
+
+
+class Frozen(nn.Module):
+    """A chain of products, whose one block ends inside where gradients go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def test_a_frozen_model_of_one_block_says_why_it_has_no_stages() -> None:
+    def plan(model: nn.Module) -> autopar.Plan:
+        return autopar.plan(model, "local:2", {"x": torch.zeros(8, 8)}, force="pp=2,dp=1")
+
+    with pytest.raises(AutoparError, match="all of it is frozen.*plan it unfrozen and call") as caught:
+        plan(Frozen())
+    assert "\n" not in str(caught.value)
+    assert plan(Frozen().requires_grad_(True)).candidate.pipeline.stages == 2
 
 
 # -- shapes

@@ -131,14 +131,17 @@ def take_apart(
     usual_kind: str = "",
     module: nn.Module | None = None,
     *,
+    where_returned: Sequence[str] = (),
     lacks_cache: bool = False,
     inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Returned:
-    """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`); of a model
-    without a loss all tensors of the result, where nothing is asked for, and so with `EVERYTHING`. `usual_kind`: how outputs come
-    back where `asked` does not say it. `lacks_cache`: the model would have made a cache with `use_cache`. `inputs`: by name,
-    those with the batch at dimension 0. CaptureError where the result lacks an output, or holds no tensor."""
-    wanted = parse_asked(asked)
+    """The parts of a result of `module` (None: of a loss function). `asked` are the requested outputs (`parse_asked`), and
+    `where_returned` those that the result may lack; of a model without a loss all tensors of the result, where nothing is asked
+    for, and so with `EVERYTHING`. `usual_kind`: how outputs come back where `asked` does not say it. `lacks_cache`: the model
+    would have made a cache with `use_cache`. `inputs`: by name, those with the batch at dimension 0. CaptureError where the
+    result lacks an output, or holds no tensor."""
+    wanted = {path: kind for path, kind in parse_asked(where_returned).items() if any(True for _ in leaves_of(_at(result, path)))}
+    wanted |= parse_asked(asked)
     said = next((path for path, kind in wanted.items() if kind == LOSS), "")
     wanted.pop(said, None)
     everything = wanted.pop(EVERYTHING, None) is not None
@@ -149,7 +152,10 @@ def take_apart(
     missing = [path for path in wanted if path not in taking.seen]
     if missing:
         there = ", ".join(dict.fromkeys((*taking.outputs, *taking.left_out))) or "nothing beside the loss"
-        raise CaptureError(f"outputs: the model returns no tensor {missing[0]!r}; there is {there}")
+        raise CaptureError(
+            f"outputs: the model returns no tensor {missing[0]!r}; there is {there}: ask for what this call returns, or pass "
+            "example inputs with which the model returns it (labels)"
+        )
     kinds = {path: next((kind for each, kind in wanted.items() if kind and within(path, each)), usual) for path in taking.outputs}
     if loss is None:
         flowing = [output for path, output in taking.outputs.items() if kinds[path] == "gradient"]

@@ -92,7 +92,7 @@ class LossOnly(nn.Module):
             )
         return take_apart(
             result, self.options.outputs, self.options.usual_kind, module,
-            lacks_cache=self.bound.lacks_cache, inputs=self.batched(batch),
+            where_returned=self.options.where_returned, lacks_cache=self.bound.lacks_cache, inputs=self.batched(batch),
         )  # fmt: skip
 
     def examples(self, batch: Mapping[str, Tensor]) -> int | torch.SymInt:

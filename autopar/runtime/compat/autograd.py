@@ -64,6 +64,16 @@ def outside_of_checkpoint() -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
+@contextmanager
+def outside_of_inference() -> Iterator[None]:
+    """A context outside of ``torch.inference_mode()``, without gradients where it was on: what is made in it can train later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def alias(x: torch.Tensor) -> torch.Tensor:
     """A new tensor over the same data, for the result of an autograd.Function.
 

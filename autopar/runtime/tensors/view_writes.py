@@ -7,7 +7,7 @@ index it refuses. Here such a view knows what it is a view of, and a write into 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.heartbeat import glancing
-from ..compat.autograd import has_data
+from ..compat.autograd import has_data, outside_of_inference
 from ..compat.dtensor import gathered, local_of, operations_of_shards, or_whole, own_part, usual_operation, view_in_place
 from ..compat.hooks import shard_operations
 from ..compat.torch_operations import in_place_operations
@@ -25,10 +25,16 @@ from ..errors import StateError
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
-_VIEWS = (
+VIEWS = (
     *("select", "slice", "view", "unsqueeze", "squeeze", "t", "transpose", "permute", "split", "split_with_sizes", "diagonal"),
     *("unfold", "expand", "alias", "detach", "_unsafe_view", "unbind"),
 )
+COMPOSITE_VIEWS = (
+    *("adjoint", "broadcast_to", "chunk", "contiguous", "dsplit", "expand_as", "flatten", "hsplit", "linalg_diagonal", "mH"),
+    *("mT", "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "ravel", "reshape", "reshape_as", "swapaxes", "swapdims"),
+    *("tensor_split", "unflatten", "view_as", "vsplit"),
+)
+"""Views that torch makes of others, and asks DTensor for in inference mode alone."""
 _SAME = ("aten::detach", "aten::alias")
 """Of ``x.detach()`` and ``x.data``: all of the tensor, of which is known what is known of it."""
 _MARKS = ("autopar_place", "autopar_order")
@@ -56,19 +62,25 @@ def write_through_views() -> AbstractContextManager[None]:
     table = operations_of_shards()
     handlers: dict[Any, Operation] = {}
     make_view = partial(_make_view, WeakIdKeyDictionary())
-    for name in _VIEWS:
-        packet = getattr(torch.ops.aten, name)
-        handlers.update((getattr(packet, overload), make_view) for overload in packet.overloads() if "out" not in overload)
+    for names, handler in ((COMPOSITE_VIEWS, _decompose), (VIEWS, make_view)):
+        for packet in (getattr(torch.ops.aten, name) for name in names):
+            handlers.update((getattr(packet, overload), handler) for overload in packet.overloads() if "out" not in overload)
     for op in in_place_operations():
         handlers[op] = _writing_by(table.get(op, usual_operation))
     return shard_operations(handlers)
 
 
+def _decompose(op: Any, args: Any, kwargs: Any) -> Any:
+    return op.decompose(*args, **kwargs)
+
+
 def _make_view(aliases_of: WeakIdKeyDictionary, op: Any, args: Any, kwargs: Any) -> Any:
     """Make a view, of the whole tensor where 2.13.0 has no rule (``p.flatten()`` of uneven shards). Note its source where a write
     into it would not reach that, and that it is one of a parameter (`aliases_of`: by view, all of that parameter)."""
-    results = or_whole(usual_operation, op, args, kwargs)
     source = args[0]
+    # torch counts the writes into a view as those into its source, which an inference tensor refuses
+    with nullcontext() if source.is_inference() else outside_of_inference():
+        results = or_whole(usual_operation, op, args, kwargs)
     if op._schema.name in _SAME and isinstance(results, DTensor):
         results.__dict__.update((name, source.__dict__[name]) for name in _MARKS if name in source.__dict__)
     aliases = source.__dict__.get("autopar_aliases", aliases_of.get(source))

@@ -112,6 +112,11 @@ def _interleaved(degrees: Mapping[str, int], fixed: bool) -> str:
 
 def _check_keys(words: Mapping[str, str]) -> None:
     for key in words:
+        if key in ("cp", "sp"):
+            raise AutoparError(
+                f"force: {key!r} cannot be forced: a model axis (tp, tp2) shards the sequence where that is fastest; write tp=2 "
+                "for its ranks, and pin a placement with constrain= where it has to be so"
+            )
         if key not in (*DEGREES, "schedule"):
             raise AutoparError(
                 f"force: {key!r} cannot be forced; write some of {', '.join(DEGREES)}, schedule, {OFFLOAD}, as in tp=4,zero=3"

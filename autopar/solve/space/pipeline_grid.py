@@ -141,9 +141,13 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
     if chunks > len(graph.calls):
         written = min(graph.updated_buffers(), default="")
         where = f" (none ends between the write of the buffer {written} and what reads it)" if written else ""
+        remedy = "take fewer stages"
+        if not any(parameter.trainable for parameter in graph.parameters().values()):
+            where = f"{where} (all of it is frozen, and blocks end inside of a layer only where gradients go)"
+            remedy += ", or plan it unfrozen and call parallel.requires_grad_(False) afterwards"
         raise PlanError(
             f"{graph.name} has {len(graph.calls)} blocks{where}, pp={stages} with {chunks // stages} chunks a stage needs "
-            f"{chunks}: take fewer stages"
+            f"{chunks}: {remedy}"
         )
 
 

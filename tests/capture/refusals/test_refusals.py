@@ -256,3 +256,10 @@ def test_gradients_that_count_the_batch_are_refused() -> None:
     rows = nn.Sequential(nn.Embedding(32, 8, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(32, 4))
     with pytest.raises(CaptureError, match="scale_grad_by_freq=True, which divides gradients by counts"):
         capture(rows, (torch.zeros(8, 4, dtype=torch.long),), {})
+
+
+def test_an_embedding_with_a_largest_norm_names_it() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"writes to the parameter 0.weight, .* leave max_norm of its embedding out") as caught:
+        capture(model, (torch.zeros(2, 3, dtype=torch.int64),))
+    assert "\n" not in str(caught.value)

@@ -6,8 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.harness.comparison import different_numbers
-from support.harness.habits import one_step, parallel_of, refusal, test_habit, test_habit_under_other_plans  # noqa: F401
+from support.harness.habits import (  # noqa: F401
+    one_step,
+    parallel_of,
+    refusal,
+    test_habit,
+    test_habit_under_other_plans,
+    under,
+)
 from support.models.habit_model import batch, net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -66,6 +74,75 @@ def two_optimizers(plan: str) -> None:
     muon = torch.optim.Muon(some(parallel, lambda name, parameter: first_layer(name, parameter) and parameter.dim() == 2))
     one_step(parallel)
     muon.step()
+
+
+@under("pp=2,dp=2")
+def optimizers_by_turns(plan: str) -> None:
+    """One for each half of the parameters by turns, of which a stage may have none, then one for each parameter, evaluations in
+    between, and steps that are left out: no rank has made another number of steps than it should."""
+
+    def run(model: Any) -> list[float]:
+        first = torch.optim.SGD(some(model, first_layer), lr=0.1)
+        rest = torch.optim.AdamW(some(model, lambda name, parameter: not first_layer(name, parameter)), lr=1e-2)
+        rates = torch.optim.lr_scheduler.StepLR(rest, 2)
+        losses = []
+        for seed, optimizers in enumerate(([first], [rest], [first, rest, rest], [], [rest], [first])):
+            loss = model(**batch(seed))
+            loss.backward()
+            with torch.no_grad():
+                losses.append(model(**batch(seed + 1)).item())
+            for optimizer in optimizers:
+                optimizer.step()
+            rates.step()
+            if seed % 2:
+                first.zero_grad()
+                rest.zero_grad()
+        single = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        return losses + losses_of(model, *single)
+
+    assert not (wrong := different_numbers("loss", run(parallel_of(net(), plan)), run(net()), 1e-9)), wrong
+
+
+def _without_bad_steps(model: Any, is_bad: Callable[[list[nn.Parameter]], Any]) -> list[float]:
+    """Losses of steps which are left out where a gradient, of one stage, is not finite."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for seed in range(3):
+        optimizer.zero_grad()
+        loss = model(**batch(seed))
+        loss.backward()
+        spoilt = dict(model.named_parameters()).get("layers.1.down.bias")
+        if seed == 1 and spoilt is not None:
+            spoilt.grad.mul_(float("nan"))
+        if not is_bad([p for p in model.parameters() if p.grad is not None]):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@under("pp=2,dp=2")
+def leave_out_bad_steps(plan: str) -> None:
+    def by_norm(parameters: list[nn.Parameter]) -> bool:
+        return not torch.nn.utils.clip_grad_norm_(parameters, float("inf")).isfinite()
+
+    def by_extreme(parameters: list[nn.Parameter]) -> bool:
+        return bool(torch.stack([p.grad.isnan().any() for p in parameters if p.grad is not None]).any())
+
+    for is_bad in (by_norm, by_extreme):
+        found, expected = (_without_bad_steps(model, is_bad) for model in (parallel_of(net(), plan), net()))
+        assert not (wrong := different_numbers("loss", found, expected, 1e-9)), wrong
+
+
+@under("pp=2,dp=2")
+def step_left_out_on_one_rank(plan: str) -> str:
+    """By the gradients that the rank sees, which are those of its stage, or by the rank."""
+
+    def is_bad(parameters: list[nn.Parameter]) -> bool:
+        if parallel.program.mesh.pp.size == 1:
+            return dist.get_rank() == 1
+        return any(not p.grad.isfinite().all() for p in parameters if p.grad is not None)
+
+    parallel = parallel_of(net(), plan)
+    return refusal(lambda: _without_bad_steps(parallel, is_bad))
 
 
 def full_states_of_torch(plan: str) -> None:

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from support.harness.comparison import same_gradients
+from support.harness.comparison import different_numbers, same_gradients
 from support.harness.habits import (  # noqa: F401
     cluster,
     equals_one_process,
@@ -113,6 +113,44 @@ def inference_mode(plan: str) -> None:
         equals_one_process(parallel, reference, 1)
         one_step(parallel, **batch(seed, 6))
         parallel.zero_grad()
+
+
+def parameters_in_inference_mode(plan: str) -> None:
+    """State dicts, averages, and writes into parameters and into views of them, between steps."""
+    numbers = []
+    for model in (parallel_of(net(), plan), net()):
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for seed in range(2):
+            with torch.inference_mode():
+                average.update_parameters(model)
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.5)
+                    parameter.detach()[0] += 0.1
+                    parameter.chunk(2)[0].add_(0.1)
+                found.append(model(**batch(seed)).item())
+                model.load_state_dict(kept)
+                own = (p for name, p in model.named_parameters() if name != "unused")
+                found.append(sum((p.detach() ** 2).sum() for p in own).item())
+            optimizer.zero_grad()
+            one_step(model, **batch(seed))
+            optimizer.step()
+        with torch.inference_mode():
+            found += [average(**batch(5)).item(), copy.deepcopy(model)(**batch(5)).item()]
+        numbers.append(found)
+    assert not (wrong := different_numbers("numbers", *numbers, 1e-9)), wrong
+
+
+def parallelize_in_inference_mode(plan: str) -> None:
+    """Of a model that was made outside of it; a copy of the parallel model too."""
+    model, reference = net(), net()
+    with torch.inference_mode():
+        parallel = parallel_of(model, plan)
+        torch.testing.assert_close(parallel(**batch()), reference(**batch()))
+        copied = copy.deepcopy(parallel)
+    for each in (parallel, copied):
+        equals_one_process(each, copy.deepcopy(reference))
 
 
 class PaddedEncoder(nn.Module):

@@ -65,6 +65,42 @@ def frozen_reference(force: str) -> None:
     same_gradients(reference, plain[0])
 
 
+class Tagger(nn.Module):
+    """Returns a loss and logits where there are labels, else the logits alone, in a dictionary or as a tuple."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.named, self.first, self.last = named, nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.last(self.first(x).relu())
+        if labels is None:
+            return {"logits": logits} if self.named else logits
+        loss = nn.functional.cross_entropy(logits, labels)
+        hits = (logits.argmax(-1) == labels).double()
+        return {"loss": loss, "logits": logits, "hits": hits} if self.named else (loss, logits)
+
+
+def outputs_where_returned(force: str) -> None:
+    """A loop with metrics, then predictions without labels, with gradients on and off, whose fields are not those asked for."""
+    x, labels = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+    for named, outputs in ((True, ("hits", "loss:loss")), (False, ("1",)), (False, ("0:loss", "1"))):
+        plain, parallel = Tagger(named), parallel_of(Tagger(named), force, {"x": x, "labels": labels}, outputs=outputs)
+        for model in (plain, parallel):
+            found = model(x, labels=labels)
+            (found["loss"] if named else found[0]).backward()
+        same(found["hits"] if named else found[1], plain(x, labels=labels)["hits" if named else 1])
+        same_gradients(parallel, plain)
+        staged = parallel.program.mesh.pp.size > 1  # outputs that take gradients are refused there
+        for mode in (torch.no_grad, *([] if staged else [torch.enable_grad])):
+            with mode():
+                alone, expected = parallel(x), plain(x)
+                same(alone["logits"] if named else alone, expected["logits"] if named else expected)
+    said = refusal(lambda: parallel_of(Tagger(True), force, {"x": x}, outputs=("hits",)))
+    assert "pass example inputs with which the model returns it (labels)" in said
+
+
 def logits_in_evaluation(force: str) -> None:
     """An evaluation loop with metrics, of models that return a class or a tuple: under ``no_grad`` all that one process returns
     is there, as full tensors; with uneven last batches; training does not gather it."""

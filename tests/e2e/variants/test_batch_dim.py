@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.capture.bind import batch_dims_of
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 
 LENGTH, WIDTH, CLASSES = 5, 12, 6
 
@@ -132,3 +132,21 @@ def test_what_cannot_be_is_refused() -> None:
         capture(model, (), batch, batch_dim={"z": 1})
     with pytest.raises(CaptureError, match=r"batch_dim=2 of y: it has shape \(5, 8\)"):
         capture(model, (), batch, batch_dim={"y": 2})
+
+
+class Positions(nn.Module):
+    """A batch of ids, and the positions of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.positions = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return (self.ids(ids) + self.positions(positions)).square().mean()
+
+
+def test_a_batch_that_was_guessed_and_does_not_divide() -> None:
+    inputs = {"ids": torch.zeros(4, LENGTH, dtype=torch.int64), "positions": torch.arange(LENGTH)}
+    with pytest.raises(AutoparError, match="the batch was taken to be dimension 1 of ids, .* pass batch_dim=0"):
+        autopar.plan(Positions(), "local:2", inputs, force="dp=2")
+    assert autopar.plan(Positions(), "local:2", inputs, force="dp=2", batch_dim=0).graph.batch == 4

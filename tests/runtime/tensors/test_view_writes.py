@@ -10,7 +10,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from autopar.runtime.compat.torch_operations import in_place_operations
 from autopar.runtime.errors import StateError
 from autopar.runtime.patches import apply_patches
+from autopar.runtime.tensors.view_writes import COMPOSITE_VIEWS, VIEWS
 
+OF_OTHER_TENSORS = (
+    *("_autocast_to_full_precision", "_autocast_to_reduced_precision", "_unpack_dual", "coalesce", "pin_memory"),
+    *("conj", "imag", "real", "resolve_conj", "resolve_neg", "positive", "to"),
+)
+"""Of sparse, complex or forward-mode tensors, or what gives back the tensor itself."""
 WRITES = """
 p[0] = 0.5
 p[0] = torch.ones(4)
@@ -53,7 +59,8 @@ p[1:].data.uniform_()
 """
 
 
-def different_writes() -> list[str]:
+def different_writes(mode: str) -> list[str]:
+    """In that mode of torch, where both tensors were made outside of it."""
     apply_patches()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     wrong = []
@@ -65,7 +72,7 @@ def different_writes() -> list[str]:
             shards = distribute_tensor(whole.clone(), mesh, places)
             for p in (whole, shards):
                 torch.manual_seed(1)
-                with torch.no_grad():
+                with getattr(torch, mode)():
                     exec(line, {"torch": torch, "p": p})
             if not torch.equal(shards.full_tensor(), whole):
                 wrong.append(f"{line} of {places}")
@@ -95,8 +102,20 @@ def what_is_said() -> list[str]:
     return [*said, str(leaf.value)]
 
 
-def test_writes_into_parts_are_those_of_the_whole_tensor(ranks: RankPool) -> None:
-    assert ranks.run(different_writes, world=4) == [[]] * 4
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_writes_into_parts_are_those_of_the_whole_tensor(mode: str, ranks: RankPool) -> None:
+    assert ranks.run(different_writes, mode, world=4) == [[]] * 4
+
+
+def test_views_made_of_others_are_known() -> None:
+    """DTensor is asked for them in inference mode, where its own results take no views."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        if op is not None and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite) and not op._schema.is_mutable:
+            views = any(each.alias_info is not None for each in op._schema.returns)
+            assert not views or name in (*VIEWS, *COMPOSITE_VIEWS, *OF_OTHER_TENSORS), name
 
 
 def test_ranks_that_write_different_values(ranks: RankPool) -> None:
