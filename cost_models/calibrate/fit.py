@@ -252,10 +252,11 @@ def descend(
     loss: Callable[[Mapping[str, float]], float],
     start: Mapping[str, float],
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    step: float = 0.2,
 ) -> dict[str, float]:
     """Return the positive numbers with the least loss, each within its bounds: coordinate descent in logarithms, also along pairs
-    of numbers that move against each other."""
-    best, least, step = dict(start), loss(start), 0.2
+    of numbers that move against each other. `step`: the first one."""
+    best, least = dict(start), loss(start)
     moves = [{name: sign} for name in start for sign in (1, -1)]
     moves += [{one: 1, two: -1} for one in start for two in start if one != two]
     while step > 0.005:
@@ -286,7 +287,8 @@ def _fit_two_protocols(link: Link, size: int, launch_seconds: float, run: Sequen
         trial_link = replace(link, **trial)  # type: ignore[arg-type]
         return sum(abs(log(predicted_seconds(trial_link, size, launch_seconds, each) / each.seconds)) for each in run)
 
-    return replace(link, **descend(error, numbers))  # type: ignore[arg-type]
+    # by factors of two at first: protocols differ by so much
+    return replace(link, **descend(error, numbers, step=0.7))  # type: ignore[arg-type]
 
 
 def calibration_document(calibration: Calibration, source: dict[str, Any]) -> dict[str, Any]:
