@@ -110,7 +110,7 @@ def check_batch(graph: Graph, options: PlanOptions) -> None:
 
 
 @contextmanager
-def naming_batch_dims(graph: Graph, options: PlanOptions) -> Iterator[None]:
+def name_batch_dims(graph: Graph, options: PlanOptions) -> Iterator[None]:
     """Say in a BatchError where inputs were taken to have the batch, if not at dimension 0, and nobody said so."""
     try:
         yield

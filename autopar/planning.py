@@ -30,7 +30,7 @@ from autopar.plan_inputs import (
     check_batch,
     check_model,
     cluster_for,
-    naming_batch_dims,
+    name_batch_dims,
     plan_folder,
     registry,
     search_options_for,
@@ -163,7 +163,7 @@ def nearest_plans(
     replicated_ops = warn_of_missing_rules(graph, registry(), options.strict)
 
     devices = with_compilation(cluster, _is_compiled(options, precision, cluster))
-    with naming_batch_dims(graph, options):
+    with name_batch_dims(graph, options):
         return _search_plans(graph, devices, options, precision, replicated_ops, count, progress=progress, cache=cache)
 
 

@@ -29,7 +29,10 @@ def marked_one_by_one(order: Sequence[int]) -> AbstractContextManager[None]:
 
 def with_unread_outputs(graph: fx.GraphModule, compiled: Compiled) -> Compiled:
     """Return the compiled code of a graph, whose inputs have no gradient where no output that is computed of them has one."""
-    readers = _outputs_by_input(graph)
+    try:
+        readers = _outputs_by_input(graph)
+    except NotImplementedError:  # a tensor without a storage (a sparse one)
+        return compiled
     if len(set(filter(None, readers))) < 2:
         return compiled  # an output that is not read has no backward at all
 
