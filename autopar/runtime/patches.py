@@ -28,6 +28,7 @@ from .compat.hooks import (
     replaced,
     whole_items,
 )
+from .compat.modules import none_through_blocks
 from .device.rng import seed_stream
 from .plain.optimizer_state import refuse_plain_states
 from .plain.sharded_state_dict import refuse_parts_of_states
@@ -91,6 +92,7 @@ def _patches() -> ExitStack:
         allow_empty_optimizers,
         lambda: muon_updates(batches_of, updates_by_owners),
         # gradients
+        none_through_blocks,
         lambda: norms_by_list(Gradient),
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+from .hooks import replaced
 
 
 def clear_forward_order(root: Any) -> None:
@@ -18,6 +22,20 @@ def clear_forward_order(root: Any) -> None:
     for group in order:
         group._post_forward_indices.clear()
     order.clear()
+
+
+def none_through_blocks() -> AbstractContextManager[None]:
+    """Let FSDP2 pass None on where nothing reads an output of the block before: it passes zeros, which parameters of a branch
+    that no loss reads would get as gradients. Seen on 2.13.0 (before ``setup_context`` came, its forward takes the context)."""
+    own = vars(RegisterPostBackwardFunction)
+    name = "setup_context" if "setup_context" in own else "forward"
+    usual = getattr(RegisterPostBackwardFunction, name)
+
+    def begin(context: Any, *args: Any) -> Any:
+        context.set_materialize_grads(False)
+        return usual(context, *args)
+
+    return replaced(RegisterPostBackwardFunction, name, staticmethod(begin))
 
 
 def reduce_gradients(module: Any) -> None:

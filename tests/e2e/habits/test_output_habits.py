@@ -212,6 +212,52 @@ def one_task_a_step(force: str) -> None:
             same(state[name], expected)
 
 
+class Branch(nn.Module):
+    """A layer with a term of an auxiliary loss, which has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.balance = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.tanh(self.up(x)), term + self.balance(x).square().mean()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Branch() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        term = torch.zeros((), dtype=x.dtype)
+        for layer in self.layers:
+            x, term = layer(x, term)
+        return x.square().mean(), term
+
+
+@under("dp=2,zero=3")
+def auxiliary_loss_of_some_steps(force: str) -> None:
+    """The parameters that only the auxiliary loss reads have no gradients in the other steps."""
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if "pp=" in force:
+        assert "from a loss outside of the program" in refusal(lambda: parallel_of(Branches(), force, (x,)))
+        return
+    plain, *others = Branches(), *(parallel_of(Branches(), force, (x,), compile=how) for how in (False, "aot_eager"))
+    for model in (plain, *others):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for step in range(3):
+            loss, term = model(x)
+            (loss + term if step == 1 else loss).backward()
+            without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+            assert len(without) == (0 if step == 1 else 6) and all("balance" in name for name in without)
+            optimizer.step()
+            optimizer.zero_grad()
+    for state in [each.full_state() for each in others]:
+        for name, expected in plain.state_dict().items():
+            same(state[name], expected)
+
+
 def autocast_with_batch_norm(force: str) -> None:
     """Captured in float32 or under autocast; trained, then evaluated, in both; with running statistics in float32."""
     if "pp=" in force:

@@ -9,9 +9,12 @@ import pytest
 import torch
 from support.harness.rank_pool import RankPool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from autopar.runtime.comm.convert import convert_many
 from autopar.runtime.compat.compile import BlockBackend, compiler_named
+from autopar.runtime.compat.modules import none_through_blocks
 from autopar.runtime.device.mesh import MeshHandle
 
 
@@ -99,3 +102,33 @@ def conversions_in_all_orders() -> None:
 
 def test_each_tensor_of_a_conversion_is_of_its_own(ranks: RankPool) -> None:
     ranks.run(conversions_in_all_orders, world=2)
+
+
+class Pair(nn.Module):
+    """Two values, each with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(y)
+
+
+def gradients_through_blocks() -> list[str]:
+    """On a rank: the parameters of two blocks of FSDP2 without gradients, of which the second value is not read."""
+    blocks = nn.Sequential(Pair(), Pair())
+    mesh = init_device_mesh("cpu", (2,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    with none_through_blocks():
+        x = torch.ones(2, 4)
+        values = blocks[1](*blocks[0](x, x))
+        values[0].sum().backward()
+    return [name for name, parameter in blocks.named_parameters() if parameter.grad is None]
+
+
+def test_none_passes_through_blocks(ranks: RankPool) -> None:
+    """Seen on 2.13.0: FSDP2 alone passes zeros from the second block to the first."""
+    without = [f"{block}.second.{name}" for block in (0, 1) for name in ("weight", "bias")]
+    assert ranks.run(gradients_through_blocks, world=2) == [without] * 2
