@@ -107,7 +107,7 @@ class _Converter:
             if spec.kind is OutputKind.USER_OUTPUT:
                 returned.append(self.names[result])
             elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-                mutated.append((self.updated(str(spec.target)), self.names[result]))
+                mutated.append((self.updated(str(spec.target), result), self.names[result]))
             else:
                 raise CaptureError(f"the forward writes into its input {spec.target}: write into a clone of it")
         asked = self.traced.outputs
@@ -159,15 +159,15 @@ class _Converter:
         clashes = any(name == node.name or name.startswith(f"{node.name}_") for name in self.inputs)
         return f"{node.name}_of_graph" if clashes else node.name
 
-    def updated(self, target: str) -> str:
-        """The name of a buffer that the forward writes. CaptureError for a parameter."""
+    def updated(self, target: str, result: fx.Node) -> str:
+        """The name of a buffer that the forward writes, with a result. CaptureError for a parameter."""
         name = self.original(target)
         if not self.sources[name].buffer:
             kind = "the optimizer trains" if self.sources[name].trainable else "is frozen"
-            if any("embedding_renorm" in str(node.target) for node in self.traced.program.graph.nodes):
+            if "embedding_renorm" in str(result.target):
                 raise CaptureError(
                     f"the forward writes to the parameter {name}, which {kind}: leave max_norm of its embedding out, and call "
-                    "weight.renorm_(2, 0, max_norm) after the optimizer's step, under torch.no_grad()"
+                    "weight.renorm_(2, 0, max_norm), which takes all rows, after the optimizer's step, under torch.no_grad()"
                 )
             raise CaptureError(
                 f"the forward writes to the parameter {name}, which {kind}: make it a buffer (register_buffer), or update it "

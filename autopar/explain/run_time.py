@@ -1,4 +1,4 @@
-"""What a run says of its plan: lines on the measurement of this machine and on the plan that was chosen, by the logger
+"""Words of a run on its plan: lines on the measurement of this machine and on the plan that was chosen, by the logger
 ``autopar``; the answer to a step that ran out of memory (what its plan predicted, and the nearest plan that would have fitted);
 and the prices of placing experts anew: a step by its expert load, and the exchange of experts between ranks."""
 

@@ -1,4 +1,4 @@
-"""What a scheduler has to start (so many nodes, so many processes on each, a script), and the schedulers by name with the files
+"""The job that a scheduler starts (so many nodes, so many processes on each, a script), and the schedulers by name with the files
 of each: a batch script of Slurm (one task a node, which starts torchrun); an indexed Job of Kubernetes (a pod a node, with the
 headless Service by which pods find the first one); Kubeflow's two forms of a job; a task of SkyPilot, which finds the nodes in a
 cloud or on Kubernetes."""

@@ -55,7 +55,7 @@ class AxisStrategy:
     function: str = ""
     collectives: tuple[OperationCollective, ...] = ()
     exclusive: bool = False
-    """Whether no other axis may shard the dimensions that this one shards."""
+    """True where no other axis may shard the dimensions that this one shards."""
     factor_size: int = field(default=0, compare=False)
     """The size of the factor, or of each of its parts (0: not known), which all axes together that shard it must divide: groups
     of channels stay whole."""

@@ -1,6 +1,6 @@
-"""What to set a software to: the ranking of its configurations for a model on a cluster, and the files that set the best. The
-fastest configurations of a space that fit are found in the order of the least that each can take, priced by the evaluator until
-none that is left can be faster. Limits are counts."""
+"""The choice of a software's settings: the ranking of its configurations for a model on a cluster, and the files that set the
+best. The fastest configurations of a space that fit are found in the order of the least that each can take, priced by the
+evaluator until none that is left can be faster. Limits are counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = 60
 """So many of a software's configurations are evaluated at most where it is what is asked for."""
 _LEAST = 2
 _HOPE = 0.93
-"""What a class of configurations that none was evaluated of may turn out to take, beside the others."""
+"""The ratio of evaluated to least seconds of a class of which no configuration was evaluated, over the smallest of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class _Corrections:
         return least.seconds * self._seconds.get(_kind(configuration), _HOPE * min(self._seconds.values(), default=1.0))
 
     def may_fit(self, configuration: Configuration, least: Least, capacity: float) -> bool:
-        """Whether it is likely to fit, as those of its kind with as large micro-batches did: what a stage holds beside state and
-        saved tensors grows with these, and not with how much is saved."""
+        """Return whether it is likely to fit, as those of its kind with as large micro-batches did: what a stage holds beside
+        state and saved tensors grows with these, and not with how much is saved."""
         ratio, more = self._bytes.get((_kind(configuration), configuration.micro), (1.0, 0.0))
         return min(least.bytes * ratio, least.bytes + more) <= capacity
 

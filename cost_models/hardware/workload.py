@@ -1,4 +1,4 @@
-"""What is known of the tokens of a workload: lengths of documents in packed sequences (how many keys a token sees, where
+"""Facts on the tokens of a workload: lengths of documents in packed sequences (how many keys a token sees, where
 attention is within documents), and how unevenly routers distribute tokens over experts (busiest rank over the mean)."""
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class NamedFunction:
     line: Derive | None = None
     applies: Callable[[Node, tuple[Shape, ...]], bool] | None = None
     exclusive: bool = False
-    """Whether no other axis may shard the dimensions that this one shards."""
+    """True where no other axis may shard the dimensions that this one shards."""
     imbalance: Callable[[Node, tuple[Shape, ...], int], float] | None = None
 
     most_ranks: Callable[[Node, tuple[Shape, ...]], int] | None = None

@@ -37,8 +37,6 @@ def with_unread_outputs(graph: fx.GraphModule, compiled: Compiled) -> Compiled:
         return compiled  # an output that is not read has no backward at all
 
     def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return compiled(*args)
         unread = set[int]()
         results = list(compiled(*_passed(_Inputs, (unread, readers), args)))
         return _passed(_Outputs, (unread,), results)

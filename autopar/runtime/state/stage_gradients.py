@@ -130,9 +130,9 @@ def note_origins(value: DTensor, origins: Origins) -> None:
         _ORIGINS[value] = origins
 
 
-def origins_in_sum(total: torch.Tensor, origins: Origins) -> Origins:
-    """Return the parameters of which numbers were added to an ordinary tensor, `origins` last."""
-    every: Origins = _ORIGINS.get(total, frozenset()) | origins
+def origins_in_sum(total: torch.Tensor, origins: Origins, adds: bool = True) -> Origins:
+    """Return the parameters of which an ordinary tensor has numbers, once one of `origins` is added, or else put in its place."""
+    every: Origins = origins | (_ORIGINS.get(total, frozenset()) if adds else frozenset())
     _ORIGINS[total] = every
     return every
 

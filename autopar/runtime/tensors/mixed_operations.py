@@ -85,7 +85,7 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
         for each in shards if torch.is_grad_enabled() else ():
-            if each.requires_grad:  # a penalty that is added into a tensor, which passes its own gradient on
+            if each.requires_grad and not _has_placed_gradient(each):  # a penalty that is added into an ordinary tensor
                 each.register_hook(_placed_gradient(each))
         return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
@@ -113,7 +113,13 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
         return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
 
 
+def _has_placed_gradient(value: DTensor) -> bool:
+    """Return whether the gradient is placed already, as that of a parameter which is added in each step."""
+    return any(getattr(hook, "autopar", False) for hook in (value._backward_hooks or {}).values())
+
+
 def _placed_gradient(value: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a hook that places the gradient of an ordinary tensor, which is the whole gradient on every rank."""
     mesh = value.device_mesh
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def _follow(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: A
         return usual(op, args, kwargs)
     word = op._schema.name.removeprefix("aten::")
     into_plain = op._schema.is_mutable and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor)
-    if into_plain and any(map(_is_number, tensors[1:])) and is_of_several(origins_in_sum(args[0], origins)):
+    if into_plain and any(map(_is_number, tensors[1:])) and is_of_several(origins_in_sum(args[0], origins, word != "copy_")):
         raise combined("a sum that begins as an ordinary tensor (begin it with the number 0)")
     # a differentiable sum is a penalty, and goes into a backward of this stage
     penalty = word != _READS and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)

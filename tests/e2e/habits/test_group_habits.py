@@ -134,7 +134,7 @@ def leave_out_bad_steps(plan: str) -> None:
 
 @under("pp=2,dp=2")
 def step_left_out_on_one_rank(plan: str) -> str:
-    """By the gradients that the rank sees, which are those of its stage, or by the rank."""
+    """Each rank decides by the gradients that it sees, which are those of its stage, or by its number."""
 
     def is_bad(parameters: list[nn.Parameter]) -> bool:
         if parallel.program.mesh.pp.size == 1:

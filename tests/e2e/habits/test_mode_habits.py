@@ -143,7 +143,7 @@ def parameters_in_inference_mode(plan: str) -> None:
 
 
 def parallelize_in_inference_mode(plan: str) -> None:
-    """Of a model that was made outside of it; a copy of the parallel model too."""
+    """The model was made outside of it; a copy of the parallel model trains too."""
     model, reference = net(), net()
     with torch.inference_mode():
         parallel = parallel_of(model, plan)

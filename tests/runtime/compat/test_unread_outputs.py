@@ -59,7 +59,7 @@ def test_code_with_one_output_is_as_torch_has_it() -> None:
 
 
 def writes(x: Tensor, trunk: Tensor, first: Tensor, second: Tensor, third: Tensor, number: int) -> tuple[Any, ...]:
-    """What is read later was written into, in a view of it, or had no gradient when it was made."""
+    """Tensors that are written into before they are read: in a view, or in one that had no gradient when it was made."""
     h = torch.tanh(x @ trunk)
     a, b, c = h @ first, h @ first, torch.zeros_like(h)
     a[1].add_((h @ second)[1])

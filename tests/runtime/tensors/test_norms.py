@@ -172,7 +172,9 @@ def norms_of_stages() -> None:
     ):
         with pytest.raises(RuntimeProblem, match=r"of which a stage of a pipeline has only its own"):
             refused()
+    number = torch.zeros((), dtype=torch.float64)
     for each in gradients:  # of one parameter at a time: any combination is right
+        assert number.copy_(each.norm()).item() == each.norm().item()
         ratio = each.norm() / (each.clone().norm() + (each * 0.5).norm())
         assert ratio.item() == pytest.approx(1 / 1.5)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from support.harness.rank_pool import RankPool
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from autopar.runtime.patches import apply_patches
@@ -176,3 +177,19 @@ def lookups() -> list[str]:
 def test_lookups_keep_the_shards_of_other_models(ranks: RankPool) -> None:
     """What is taught to DTensor holds in the whole process."""
     assert ranks.run(lookups, world=2) == [["S(0)", "S(1)", "S(1)", "S(1)"]] * 2
+
+
+def penalty_of_a_parameter() -> None:
+    """On a rank: it is added into a loss in each step, and has no more hooks for it."""
+    apply_patches()
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.tensor([2.0]), mesh, [Replicate()]))
+    for _ in range(3):
+        p.grad, loss = None, torch.zeros(1)
+        loss += p
+        (loss * 3).sum().backward()
+        assert p.grad is not None and p.grad.full_tensor().item() == 3 and len(p._backward_hooks or {}) == 1
+
+
+def test_a_penalty_leaves_one_hook(ranks: RankPool) -> None:
+    ranks.run(penalty_of_a_parameter, world=2)
