@@ -116,7 +116,7 @@ class Calls:
     def _result(self, variant: Variant, loss: Any, others: Any) -> Any:
         """Return the model's result, whose backward is watched."""
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss = with_plain_gradient(loss, self.program.mesh.pp.size)
+            loss = with_plain_gradient(loss)
         program = variant.program
         if not torch.is_grad_enabled() or program.forward_only:
             reshard_all(self.program)

@@ -31,7 +31,7 @@ from .patches import apply_patches
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.assignments import Assignments
-from .plain.module_tree import MODULE_CONTAINERS, ItemNode, mirror_modules, register_further_tensors, register_state
+from .plain.module_tree import MODULE_CONTAINERS, ItemNode, mirror_modules, register_further_names, register_state
 from .plain.optimizer_state import refuse_full_states
 from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
@@ -110,22 +110,22 @@ class Parallel(ShardedModule):
             state = memory.state = materialize(program, source)
         around_optimizer_steps(state, before=refuse_full_states)
         offload_as_planned(self, state.parameters.values(), mesh.device, mesh.host_memory, program.offload_optimizer)
-        if state.stage is not None:
-            state.stage.heartbeat = heartbeat
+        if state.pipeline is not None:
+            state.pipeline.heartbeat = heartbeat
         step = _pipeline_step(program, state, memory)
         schedule = step if isinstance(step, PipelineStep) else None
         graph = None if stream is None else step_graph(program, state, stream, schedule)
         first = Variant(program, form, state, step, graph=graph)
         nodes = [] if plain is None else mirror_modules(self, plain)
-        register_state(self, state, plain)
         if plain is not None:
             if isinstance(plain.skeleton, MODULE_CONTAINERS):
                 self.__class__ = ParallelContainer
-            plain.complete(state.index.specs, source if callable(source) else source.__getitem__)
+            plain.complete(state, source if callable(source) else source.__getitem__)
             program.train(plain.training)
         else:
             state.tied.update(further_names(source, state.index.specs) if tied is None else tied)
-        register_further_tensors(self, state, state.tied if plain is None else plain.names)
+        register_state(self, state, plain)
+        register_further_names(self, state, state.tied if plain is None else plain.names)
         compiler = "inductor" if compile is True else compile
         if compiler:
             compile_blocks(program, compiler)

@@ -30,7 +30,6 @@ from .compat.hooks import (
 )
 from .compat.modules import none_through_blocks
 from .device.rng import seed_stream
-from .plain.optimizer_state import refuse_plain_states
 from .plain.sharded_state_dict import refuse_parts_of_states
 from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
@@ -39,9 +38,8 @@ from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
 from .tensors.reductions import reduce_rightly
-from .tensors.stage_values import follow_stages
+from .tensors.stage_operations import follow_stages
 from .tensors.torch_functions import (
-    allow_empty_optimizers,
     explain_penalty,
     parameter_gradients,
     refuse_collectives,
@@ -88,8 +86,6 @@ def _patches() -> ExitStack:
         lambda: before_full_states(refuse_one_stage),
         groups_in_checkpoints,
         refuse_parts_of_states,
-        refuse_plain_states,
-        allow_empty_optimizers,
         lambda: muon_updates(batches_of, updates_by_owners),
         # gradients
         none_through_blocks,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -25,7 +24,6 @@ from .errors import StateError
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
-from .plain.optimizer_groups import ParameterKind
 from .plain.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from .plain.plain_loading import EXTRA, converts_states, extra_state, extra_states, load_into_part
 from .plain.plain_model import PlainModel
@@ -34,9 +32,10 @@ from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained, saved_names
 from .state.expert_placement import ExpertPlacement
-from .state.gradient import clip_gradients, stand_in
+from .state.gradient import clip_gradients
 from .state.materialize import State
 from .state.offload_optimizer import offload_optimizer
+from .state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .transfer.connection import Endpoint
@@ -62,18 +61,14 @@ class ShardedModule(TreeNode):
     assignments: Assignments
     _expert_placement: ExpertPlacement
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """A stage without parameters yields one without elements, since optimizers refuse an empty list."""
-        own = list(super().parameters(recurse))
-        if not own:
-            own = [stand_in(self.program.mesh.device, self.state.stage)]
-        return iter(own)
-
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Replicated DTensors over the data of the buffers, which go together with the parameters in one operation."""
-        mesh = self.program.mesh.state_mesh
+        """DTensors over the data of the buffers, which go together with the parameters in one operation."""
+        names, holders = {id(buffer): name for name, buffer in self.state.buffers.items()}, self.state.holders_of
         for buffer in super().buffers(recurse):
-            yield replicated(buffer, mesh)
+            if isinstance(buffer, OnAnotherStage) and (others := holders_of(buffer)):
+                yield on_another_stage(buffer.shape, buffer.dtype, others)
+            else:
+                yield held_by(replicated(buffer, self.program.mesh.state_mesh), holders(names.get(id(buffer), "")))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
@@ -163,11 +158,12 @@ class ShardedModule(TreeNode):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of all gradients, each element counted once under any plan; return the norm before clipping."""
-        mesh, holders = self.program.mesh, self.state.index.holders
-        gradients = {n: p.grad for n, p in self.state.parameters.items() if isinstance(p.grad, DTensor)}
-        first = [gradient for name, gradient in gradients.items() if holders[name][0] == mesh.pp.coordinate]
+        mesh = self.program.mesh
+        gradients = [p.grad for p in self.state.every_parameter.values() if isinstance(p.grad, DTensor)]
+        here = [each for each in gradients if not isinstance(each, OnAnotherStage)]
+        first = [each for each in here if min(holders.stages if (holders := holders_of(each)) else (0,)) == mesh.pp.coordinate]
         with self._watch("clip_grad_norm_"):
-            return clip_gradients(list(gradients.values()), first, mesh, max_norm, norm_type)
+            return clip_gradients(here, first, mesh, max_norm, norm_type)
 
     def load_full_state(self, source: WeightSource) -> None:
         """Copy a full state dict (or name -> full tensor) of the original model into the local shards."""
@@ -203,13 +199,13 @@ class ShardedModule(TreeNode):
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
         with self._watch("full_optimizer_state"):
-            return full_optimizer_state(self.state, optimizer, self._parameter_kinds())
+            return full_optimizer_state(self.state, optimizer, dict(self.named_parameters()))
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `full_optimizer_state` gave, under this or another plan, or the state dict of the plain model's optimizer
         (all ranks must call)."""
         with self.loading("load_full_optimizer_state"):
-            load_full_optimizer_state(self.state, optimizer, state, self._parameter_kinds())
+            load_full_optimizer_state(self.state, optimizer, state, dict(self.named_parameters()))
             self._expert_placement.know([optimizer], placed=True)
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
@@ -332,16 +328,12 @@ class ShardedModule(TreeNode):
         for program in (self.program, *(variant.program for variant in programs)):
             program.mesh.reseed(seed)
 
-    def _parameter_kinds(self) -> Mapping[str, ParameterKind]:
-        specs = self.state.index.specs.items()
-        kinds = {name: ParameterKind(len(spec.shape), spec.trainable) for name, spec in specs if not spec.buffer}
-        return kinds if self.plain is None else self.plain.parameter_kinds
-
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""
         own = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
+        unused = {name: each.grad.full_tensor() for name, each in self.state.unused.items() if isinstance(each.grad, DTensor)}
         with self._watch("full_gradients"):
-            return {name: self.state.broadcast_full(name, own.get(name)) for name in self.state.names_on_any_stage(own)}
+            return {n: self.state.broadcast_full(n, own.get(n)) for n in self.state.names_on_any_stage(own)} | unused
 
 
 def _first_of(keys: list[str]) -> str:

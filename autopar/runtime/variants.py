@@ -27,7 +27,7 @@ from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.frozen_reads import FrozenReads, Reads
-from .plain.optimizer_steps import OptimizerSteps, StepBounds
+from .plain.optimizer_steps import OptimizerSteps
 from .plain.plain_model import PlainModel
 from .state.lend import UnfrozenParameters, lend_state
 from .state.materialize import State
@@ -335,10 +335,10 @@ class Variants:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            own = torch.tensor([number, backwards, changed, self.trains, *self.steps.bounds(), *seeds])
+            own = torch.tensor([number, backwards, changed, self.trains, self.steps.count, *seeds])
             least, most = bounds_on_ranks(own, [self.control])
-            same_call, same_backwards, same_changes, *_ = (least == most).tolist()
-            self.trains, seeds = bool(most[3]), most[6:].tolist()  # scripts may seed each rank otherwise
+            same_call, same_backwards, same_changes, _, same_steps, *_ = (least == most).tolist()
+            self.trains, seeds = bool(most[3]), most[5:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
                 stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
                 require_agreement({"a call with": stated}, describe)
@@ -346,7 +346,7 @@ class Variants:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
                 )
-            self.steps.agree(StepBounds(int(most[4]), int(least[5])), describe)
+            self.steps.agree(same_steps, describe)
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)

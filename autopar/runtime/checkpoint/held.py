@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from ..compat.dtensor import gathered, local_of, placed_like, replicated
 from ..device.mesh import MeshHandle
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
-from ..plain.optimizer_groups import joined_groups, names_by_group
+from ..plain.optimizer_state import names_by_group
 from ..plain.plain_model import PlainModel, first_names
 from ..state.materialize import State
+from ..state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
 from .manifest import Manifest
 
 
@@ -26,7 +27,8 @@ class HeldState:
     """The state of this rank, by the original names. `others`: whole tensors of the model that its program does not read.
     `extra`: entries of its state dict that are no tensors of its own. `writes`: whether this rank's stage is the one that saves
     a parameter or buffer. `on_all_stages`: the value of each stage. `load_others` takes over `others` and `extra`; `reseed`
-    restarts the random streams of the program. `plan`: its plan in words and a digest, where it has one."""
+    restarts the random streams of the program. `plan`: its plan in words and a digest, where it has one. `elsewhere`: parameters
+    of other stages of a pipeline."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -40,6 +42,7 @@ class HeldState:
     axes: Mapping[str, int] = field(default_factory=dict)
     reseed: Callable[[int], None] = lambda seed: None
     plan: str = ""
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def seed(self) -> int | None:
@@ -62,9 +65,9 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
             plain.load_unused({key: tensors[name] for key, name in plain.names.items() if name in tensors} | dict(extra))
 
     return HeldState(
-        parameters=state.parameters,
+        parameters={**state.parameters, **state.unused},
         buffers={name: b for name, b in state.buffers.items() if specs[name].persistent and (saved is None or name in saved)},
-        others=dict(plain.unused) if plain is not None else {},
+        others={name: each for name, each in plain.unused.items() if name not in state.unused} if plain is not None else {},
         extra=plain.extra if plain is not None else {},
         device=mesh.device,
         load_others=load_others,
@@ -74,6 +77,7 @@ def held_by_parallel(state: State, plain: PlainModel | None, reseed: Callable[[i
         axes={**mesh.pipeline_axes, **mesh.launched_axes},
         reseed=reseed,
         plan=plan,
+        elsewhere={name: each for name, each in state.elsewhere.items() if not specs[name].buffer},
     )
 
 
@@ -102,14 +106,14 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
 
 
 def grouped_names(held: HeldState, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of this rank's parameters in each group. StateError where the optimizer has one of another model, or state
+    """Return the names of the parameters in each group. StateError where the optimizer has one of another model, or state
     that belongs to none."""
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     odd = next((key for key in optimizer.state if id(key) not in members), None)
     if odd is not None:
         what = f"under {odd!r}" if isinstance(odd, str) else "of a tensor that is in no group"
         raise StateError(f"{type(optimizer).__name__} has state {what}, which belongs to no parameter: save it through extra=")
-    return names_by_group(held.parameters, optimizer)
+    return names_by_group({**held.parameters, **held.elsewhere}, optimizer)
 
 
 LIKE, WHOLE, CPU, DEVICE, VALUE = "like", "whole", "cpu", "device", "value"
@@ -168,27 +172,23 @@ def _on_cpu(value: Any) -> Any:
 
 
 def merged(stages: Sequence[Described]) -> Described:
-    """Join the states of a pipeline's stages. StateError where their groups differ."""
-    joined = joined_groups([[group["names"] for group in each["groups"]] for each in stages])
-    groups = [{**group, "names": names} for group, names in zip(stages[0]["groups"], joined, strict=True)]
+    """Join the states of a pipeline's stages."""
     state: dict[str, Any] = {}
     for each in stages:
         state = {**each["state"], **state}
-    return {"class": stages[0]["class"], "groups": groups, "state": state}
+    return {**stages[0], "state": state}
 
 
-def check_groups(
-    stages: Sequence[Sequence[Sequence[str]]], whole: bool, optimizer: Optimizer, saved: Described, index: int
-) -> None:
-    """Raise a StateError where the groups of the optimizer are other ones than the saved ones. `stages`: the names by group of
-    each stage. `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
+def check_groups(groups: Sequence[Sequence[str]], whole: bool, optimizer: Optimizer, saved: Described, index: int) -> None:
+    """Raise a StateError where the groups of the optimizer are other ones than the saved ones. `groups`: the names in each.
+    `whole`: of a plain model, whose optimizer may have parameters that the program does not read."""
     which = f"optimizer {index}" if index else "the optimizer"
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise StateError(
             f"{which} of the checkpoint has {len(saved['groups'])} groups, this one has {len(optimizer.param_groups)}: give it "
             "the same groups"
         )
-    for number, (group, own) in enumerate(zip(saved["groups"], joined_groups(stages), strict=True)):
+    for number, (group, own) in enumerate(zip(saved["groups"], groups, strict=True)):
         other = set(group["names"]).difference(own) if whole else set(group["names"]).symmetric_difference(own)
         if other:
             raise StateError(
@@ -204,7 +204,7 @@ def state_from_manifest(
     state: dict[torch.Tensor, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
     members = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in held.parameters.items():
+    for name, parameter in {**held.parameters, **held.elsewhere}.items():
         if id(parameter) not in members:
             continue
         for key, how in saved["state"].get(name, {}).items():
@@ -222,7 +222,9 @@ def state_from_manifest(
             value = _empty(parameter, how, kind.shape, kind.torch_dtype, held.device)
             if how == CPU and key == "step" and _on_device(members[id(parameter)]):
                 value = value.to(held.device)
-            state.setdefault(parameter, {})[key] = tensors[stored] = value
+            state.setdefault(parameter, {})[key] = value
+            if not isinstance(value, OnAnotherStage):
+                tensors[stored] = value
     return state, tensors
 
 
@@ -236,9 +238,15 @@ def _empty(parameter: torch.Tensor, how: str, shape: tuple[int, ...], dtype: tor
         return torch.empty(shape, dtype=dtype, device="cpu" if how == CPU else device)
     if not isinstance(parameter, DTensor):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
+    holders = holders_of(parameter)
+    if isinstance(parameter, OnAnotherStage) and holders is not None:
+        return on_another_stage(shape, dtype, holders)
     if how == WHOLE:
-        return replicated(torch.empty(shape, dtype=dtype, device=device), parameter.device_mesh)
-    return placed_like(torch.empty(local_of(parameter).shape, dtype=dtype, device=device), parameter)
+        value = replicated(torch.empty(shape, dtype=dtype, device=device), parameter.device_mesh)
+    else:
+        value = placed_like(torch.empty(local_of(parameter).shape, dtype=dtype, device=device), parameter)
+    out: torch.Tensor = held_by(value, holders)
+    return out
 
 
 def set_state(optimizer: Optimizer, state: Mapping[torch.Tensor, dict[str, Any]], saved: Described) -> None:

@@ -105,7 +105,6 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
     path, manifest, plain = verified
     with rounds.together():
         names = [grouped_names(held, each) for each in optimizers]
-    stages = [held.on_all_stages(each) for each in names]
     saved: list[Any] = plain["optimizers"]
     states: list[dict[torch.Tensor, dict[str, Any]]] = []
     with rounds.together():
@@ -113,7 +112,7 @@ def _take(held: HeldState, rounds: Rounds, verified: Verified, optimizers: Seque
             raise CheckpointProblem(f"{path} has the state of {len(saved)} optimizers: save it with optimizer=, or load without")
         tensors = _checked_model(held, manifest, path)
         for index, optimizer in enumerate(optimizers):
-            check_groups(stages[index], held.mesh is None, optimizer, saved[index], index)
+            check_groups(names[index], held.mesh is None, optimizer, saved[index], index)
             state, parts = state_from_manifest(held, optimizer, saved[index], index, manifest)
             states.append(state)
             tensors |= parts

@@ -92,11 +92,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, text: str, size: int, coordinate: int, group: str, x: torch.Tensor) -> Any:
         forward, ctx.dual = parse_conversion(text)
         ctx.size, ctx.coordinate, ctx.shape = size, coordinate, result_shape(forward, x.shape, size)
-        raw = (
-            _launch([forward], [x], size, group)[0]
-            if forward.communicates
-            else apply_locally(forward, x, size, coordinate)
-        )
+        raw = _launch([forward], [x], size, group)[0] if forward.communicates else apply_locally(forward, x, size, coordinate)
         ctx.mark_non_differentiable(raw)
         return x.new_zeros(()).expand(x.shape), raw
 
@@ -195,9 +191,7 @@ def _coalesced(operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor]) 
     return list(groups.values())
 
 
-def _launch(
-    operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], size: int, group: str
-) -> list[torch.Tensor]:
+def _launch(operations: Sequence[AxisOperation], xs: Sequence[torch.Tensor], size: int, group: str) -> list[torch.Tensor]:
     """Launch one collective for each group of tensors that can share one; return their outputs, still in flight."""
     raws = []
     for indices in _coalesced(operations, xs):

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -115,6 +116,15 @@ def replace_local(value: torch.Tensor, local: torch.Tensor) -> None:
 def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a tensor that all ranks of a mesh have alike as a DTensor."""
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def without_elements(
+    kind: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
+) -> Any:
+    """An instance of `kind`, a subclass of DTensor, of this shape, of which this rank has no elements. Seen on 2.13.0."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return torch.Tensor._dtensor__new__(kind, torch.empty(0, dtype=dtype, device=device), spec, requires_grad=False)
 
 
 def placed_like(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -221,10 +231,10 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
-def meta_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without values, also in a dry run, where those that are made are fake and take no class. Seen on 2.13.0."""
+def meta_like(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of this shape without values, also in a dry run, where those that are made are fake. Seen on 2.13.0."""
     with unset_fake_temporarily():
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def whole(value: DTensor) -> DTensor:

@@ -24,9 +24,7 @@ _NO_CLASS = -1
 """An index that no class has: nothing is ignored."""
 
 
-def cross_entropy_sum(
-    logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> Tensor:
+def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
     """Sum of the cross entropies of ``logits[..., V]`` against ``target[...]``, a scalar."""
     return F.cross_entropy(
         full_precision(logits).reshape(-1, logits.shape[-1]),
@@ -89,9 +87,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return None, None, None, None, None, result.scatter_add_(-1, index, -hit), None
 
 
-def cross_entropy_sharded(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle
-) -> Tensor:
+def cross_entropy_sharded(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: AxisHandle) -> Tensor:
     """Return `cross_entropy_sum` of ``logits[..., V / n]`` that are sharded by classes: equal on all ranks of the axis.
 
     The result is Invariant: its gradient is expected equal on all ranks, and each rank's logits get their exact gradient. Two

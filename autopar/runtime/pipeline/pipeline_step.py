@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class PipelineStep:
     def __init__(self, program: PipelineProgram, state: State, first: PipelineStep | None = None) -> None:
         """`first`: the step of the program that lends its weights."""
         self.program, self.state = program, state
+        self.reached: dict[Any, list[str]] = {}
         if first is None:
             self.executor = Executor(program, GradientReductions(program, state))
         else:
@@ -54,7 +56,7 @@ class PipelineStep:
             self.state.loss_scale.begin(self.program.loss_dtype)
             self.executor.loss_scale = self.state.loss_scale
             loss, gradients, outputs = self.compute(inputs)
-            return deliver_gradients(self.state, loss, gradients), outputs
+            return deliver_gradients(self.state, loss, gradients, self.reached), outputs
         with torch.no_grad():
             return self._run(inputs), self._outputs()
 

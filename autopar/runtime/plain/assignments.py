@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.dtensor import local_of, replace_local
 from ..errors import StateError
 from ..state.materialize import State
+from ..state.stage_tensors import for_holders
 from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"
@@ -38,7 +39,7 @@ class Assignments:
         self._getters = [(each.get, name) for each in self._entries for name in each]
         self._seen = [value for each in self._entries for value in each.values()]
         self._places = [_join(path, name) for path, each in entries for name in each]
-        for name, parameter in state.parameters.items():
+        for name, parameter in {**state.parameters, **state.unused}.items():
             parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
             parameter.autopar_aliases = weakref.WeakValueDictionary()  # type: ignore[attr-defined]
         for node in root.modules():
@@ -56,8 +57,7 @@ class Assignments:
     def assign(self, node: nn.Module, name: str, value: Any) -> None:
         """Do ``node.name = value``."""
         where = _join(self.paths.get(id(node), ""), name)
-        away = node.__dict__.get("on_other_stages", {})
-        held = next((each[name] for each in (*_members(node), away) if name in each), None)
+        held = next((each[name] for each in _members(node) if name in each), None)
         if held is not None and held is value:  # node.name += 1
             return
         spec = self.state.index.specs.get(self._first_name(where))
@@ -123,7 +123,7 @@ class Assignments:
     def delete(self, node: nn.Module, name: str) -> None:
         """Do ``del node.name``."""
         where = _join(self.paths.get(id(node), ""), name)
-        if any(name in each for each in (*_members(node), node.__dict__.get("on_other_stages", {}))):
+        if any(name in each for each in _members(node)):
             raise self._refused(where)
         model = node.__dict__.get("without_data")
         values = [each.__dict__.pop(name, None) for each in (node, model) if each is not None and name in each.__dict__]
@@ -141,15 +141,18 @@ class _Values:
     def fill(self, value: Any) -> None:
         state = self.state()
         assert state is not None, "it has the parameter"
-        parameter: Any = state.parameters[self.name]
+        parameter: Any = state.every_parameter[self.name]
         if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
             raise StateError(
                 f"{self.name} is {parameter.dtype} {tuple(parameter.shape)}, and its .data was set to {value.dtype} "
                 f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
             )
+        value = for_holders(parameter, value)
         with torch.no_grad():
             local = local_of(parameter)
-            if isinstance(value, DTensor):
+            if self.name in state.unused:
+                own = value.full_tensor() if isinstance(value, DTensor) else value
+            elif isinstance(value, DTensor):
                 if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
                     own = local_of(value)
                 else:

@@ -12,7 +12,6 @@ import dis
 import io
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import FunctionType
@@ -23,8 +22,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import RuntimeProblem
-from .another_stage import QUESTIONS_OF_SHAPE, function_name, tensors_in
 from .frozen_reads import FrozenReads
+
+_QUESTIONS_OF_SHAPE = frozenset(
+    ("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "itemsize", "element_size", "nbytes", "stride")
+    + ("is_floating_point", "is_complex", "layout", "requires_grad", "is_leaf", "len", "hash", "get", "is_sparse", "is_quantized")
+    + ("names", "data", "detach")
+)
+"""Those whose answer a tensor without data gives as the model's own."""
 
 
 def call_method(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +59,7 @@ def _count(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: An
     """Return the numbers or text that a method returns for the model without data; None, and nothing is changed, where it
     returns others, reads more than shapes, or changes modes or modules."""
     output, reads = io.StringIO(), _ShapeReads()
-    with _as_now(skeleton, node) as changed, contextlib.suppress(Exception):
+    with _as_now(skeleton, node), contextlib.suppress(Exception):
         restore, before, result = _restoring(skeleton), _members(skeleton), None
         try:
             with contextlib.redirect_stdout(output), reads:
@@ -64,44 +69,55 @@ def _count(method: FunctionType, skeleton: nn.Module, node: nn.Module, *args: An
                 restore()  # the parallel model sets it once more
                 result = None
         if result is not None:
-            if changed and "requires_grad" in reads.names:
-                warnings.warn(
-                    "which parameters train was changed after autopar.parallelize, which a stage of a pipeline knows of its own: "
-                    "a count of those that train has the others as requires_grad_() of the parallel model and its parts set them",
-                    stacklevel=3,
-                )
             print(output.getvalue(), end="")
         return result
     return None
 
 
+def _function_name(func: Any) -> tuple[str, str]:
+    """Return the name of a function of torch (``__get__`` of a property), and the word for it (``grad``)."""
+    full = word = getattr(func, "__name__", "")
+    if full in ("__get__", "__set__"):  # of a property
+        word = getattr(getattr(func, "__self__", None), "__name__", word)
+    return full, word.strip("_")
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in values, and in lists of them."""
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _tensors_in(each)
+        elif isinstance(each, torch.Tensor):
+            yield each
+
+
 class _ShapeReads(TorchFunctionMode):
     """Ends a method with an error where it reads more than shapes, dtypes and `requires_grad` of tensors without data, or changes
-    them. `more`: it has done so, also where the method suppresses the error. `names`: of all functions that it called."""
+    them. `more`: it has done so, also where the method suppresses the error."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.more, self.names = False, set[str]()
+        self.more = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        full, name = function_name(func)
-        self.names.add(name)
+        full, name = _function_name(func)
         changes = full == "__set__" or (full.endswith("_") and not full.startswith("__"))
-        known = name in QUESTIONS_OF_SHAPE and not changes
-        if not known and any(each.is_meta for each in tensors_in((args, tuple(kwargs.values())))):
+        known = name in _QUESTIONS_OF_SHAPE and not changes
+        if not known and any(each.is_meta for each in _tensors_in((args, tuple(kwargs.values())))):
             self.more = True
             raise RuntimeProblem(f"{name} of a tensor without data")
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _as_now(skeleton: nn.Module, node: nn.Module) -> Iterator[bool]:
+def _as_now(skeleton: nn.Module, node: nn.Module) -> Iterator[None]:
     """Give the model without data the modes of the parallel model, and which of its parameters train; hide what its forward sets,
-    which it does not know. Yield whether other parameters of this stage of a pipeline train than before."""
+    which it does not know."""
     assignments = node.__dict__["assignments"]
     frozen: FrozenReads = assignments.plain.frozen
-    trains, modes = _trains(node), {path: module.training for path, module in node.named_modules()}
+    trains = {name: each.requires_grad for name, each in node.named_parameters(remove_duplicate=False)}
+    modes = {path: module.training for path, module in node.named_modules()}
     planned = [(each, each.requires_grad) for each in skeleton.parameters()]
     before = [(vars(module), module.training) for module in skeleton.modules()]
     hidden = [(vars(module), name) for module in skeleton.modules() for name in vars(module) if frozen.is_written(module, name)]
@@ -111,7 +127,7 @@ def _as_now(skeleton: nn.Module, node: nn.Module) -> Iterator[bool]:
     for name, parameter in skeleton.named_parameters():
         parameter.requires_grad_(trains.get(name, parameter.requires_grad))
     try:
-        yield assignments.state.mesh.pp.size > 1 and any(each.requires_grad != train for each, train in planned)
+        yield
     finally:
         for parameter, train in planned:
             parameter.requires_grad_(train)
@@ -119,16 +135,6 @@ def _as_now(skeleton: nn.Module, node: nn.Module) -> Iterator[bool]:
             fields["training"] = training
         for (fields, name), value in zip(hidden, values, strict=True):
             fields[name] = value
-
-
-def _trains(node: nn.Module) -> dict[str, bool]:
-    """Return which parameters of a part of the parallel model train, those of other stages too."""
-    return {
-        f"{path}.{name}" if path else name: tensor.requires_grad
-        for path, module in node.named_modules()
-        for name, tensor in (*module._parameters.items(), *module.__dict__.get("on_other_stages", {}).items())
-        if tensor is not None
-    }
 
 
 def _members(model: nn.Module) -> list[tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """The tree of a parallel model's modules: those of the plain model by their paths, with its parameters and modes, and without its
 computation.
 
-Tied parameters stand under all of their names, as shared modules do. Those of other stages of a pipeline have shape, dtype and
-size, and no values: they are attributes, and no parameters.
+Tied parameters stand under all of their names, as shared modules do. Those of other stages of a pipeline are there without
+elements (`state.stage_tensors`), and in no state dict of this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RuntimeProblem, StateError
 from ..state.materialize import State
-from .another_stage import OnAnotherStage, on_another_stage
+from ..state.stage_tensors import OnAnotherStage
 from .plain_attributes import attribute_of
 from .plain_loading import extra_state
 from .plain_model import PlainModel
@@ -32,11 +32,8 @@ class TreeNode(nn.Module):
         return name == "training"
 
     def __getattr__(self, name: str) -> Any:
-        """Return also parameters of other stages of a pipeline, without values, plain attributes of the module (``config``,
-        ``in_features``), and the methods of its own class (``set_adapter`` of peft), which run on this object."""
-        away = self.__dict__.get("on_other_stages", {})
-        if name in away:
-            return away[name]
+        """Return also plain attributes of the module (``config``, ``in_features``), and the methods of its own class
+        (``set_adapter`` of peft), which run on this object."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -62,8 +59,26 @@ class TreeNode(nn.Module):
         return super().get_buffer(target) if tensor is None or isinstance(tensor, nn.Parameter) else tensor
 
     def _tensor(self, name: str) -> torch.Tensor | None:
-        away = self.__dict__.get("on_other_stages", {})
-        return next((each[name] for each in (self._parameters, self._buffers, away) if name in each), None)
+        return next((each[name] for each in (self._parameters, self._buffers) if name in each), None)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with self._without_other_stages():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with self._without_other_stages():
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @contextlib.contextmanager
+    def _without_other_stages(self) -> Iterator[None]:
+        """Leave out the parameters and buffers that other stages of a pipeline hold, and have in their state dicts."""
+        before = self._parameters, self._buffers
+        own = [{name: each for name, each in every.items() if not isinstance(each, OnAnotherStage)} for every in before]
+        self.__dict__.update(_parameters=own[0], _buffers=own[1])
+        try:
+            yield
+        finally:
+            self.__dict__.update(_parameters=before[0], _buffers=before[1])
 
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")
@@ -90,15 +105,6 @@ class TreeNode(nn.Module):
                 raise StateError("a parallel model stays on the devices of its cluster: leave .to(device), .cpu() or .cuda() out")
             if after is not probe and after.device == probe.device:
                 raise StateError("_apply would make other tensors, which programs do not see: fill those there (parameter.copy_)")
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Let parameters train, those of other stages of a pipeline too, so that this stage can count them."""
-        super().requires_grad_(requires_grad)
-        for module in self.modules():
-            for each in module.__dict__.get("on_other_stages", {}).values():
-                if isinstance(each, nn.Parameter):
-                    each.requires_grad_(requires_grad)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
@@ -279,35 +285,24 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
 
 
 def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> None:
-    """Register parameters and buffers under their names, in the order of the plain model."""
-    order = list(state.parameters if plain is None else plain.parameter_kinds)
-    unpaired = plain is not None and not set(order) <= state.index.specs.keys()
-    for name, parameter in sorted(state.parameters.items(), key=lambda each: order.index(each[0])):
-        parameter.autopar_unpaired = unpaired  # type: ignore[attr-defined]
-        node, leaf = node_of(root, name)
-        node.register_parameter(leaf, parameter)
-    for name in state.index.specs:  # modules of other stages too
-        node_of(root, name)
-    places = {name: place for place, name in enumerate(plain.names.values() if plain is not None else ())}
-    for name, buffer in sorted(state.buffers.items(), key=lambda each: places.get(each[0], len(places))):
-        node, leaf = node_of(root, name)
-        saved = state.specs[name].persistent and (plain is None or name in plain.names.values())
-        node.register_buffer(leaf, buffer, persistent=saved)
+    """Register parameters and buffers under their names, in the order of the plain model, those of other stages of a pipeline
+    too."""
+    every: dict[str, torch.Tensor] = {**state.every_parameter, **state.every_buffer}
+    names = list(state.index.specs) if plain is None else [*plain.parameters, *plain.names.values(), *state.index.specs]
+    for name in (each for each in dict.fromkeys(names) if each in every):
+        (node, leaf), tensor = node_of(root, name), every[name]
+        if isinstance(tensor, nn.Parameter):
+            node.register_parameter(leaf, tensor)
+        else:
+            saved = state.index.specs[name].persistent and (plain is None or name in plain.names.values())
+            node.register_buffer(leaf, tensor, persistent=saved)
 
 
-def register_further_tensors(root: nn.Module, state: State, names: Mapping[str, str]) -> None:
-    """Register tied parameters and buffers under their further names too, and keep those of other stages of a pipeline beside
-    them, without values. `names` has the first name of each."""
-    held: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
-    index = state.index
-    away = {n: on_another_stage(n, spec, index.holders[n][0]) for n, spec in index.specs.items() if n not in held}
-    every = held | away
-    tied = {key: every[name] for key, name in names.items() if key != name and name in every}
-    for name, tensor in (away | tied).items():
-        node, leaf = node_of(root, name)
-        if isinstance(tensor, OnAnotherStage):
-            node.__dict__.setdefault("on_other_stages", {})[leaf] = tensor
-            continue
+def register_further_names(root: nn.Module, state: State, names: Mapping[str, str]) -> None:
+    """Register tied parameters and buffers under their further names too. `names` has the first name of each."""
+    every: dict[str, torch.Tensor] = {**state.every_parameter, **state.every_buffer}
+    for key, tensor in [(key, every[name]) for key, name in names.items() if key != name and name in every]:
+        node, leaf = node_of(root, key)
         own: dict[str, Any] = node._parameters if isinstance(tensor, nn.Parameter) else node._buffers
         own[leaf] = tensor
         module = node.__dict__.get("without_data")

@@ -3,149 +3,79 @@ and back into an optimizer over a parallel model of any plan."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..compat.dtensor import placed_like, replicated
-from ..compat.hooks import replaced
 from ..errors import StateError
 from ..state.materialize import State
-from ..state.stage_gradients import place_of
-from .optimizer_groups import ParameterKind, joined_groups, names_by_group, ordered_groups, with_unused
+from ..state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
 
-Kinds = Mapping[str, ParameterKind]
-"""Of the parameters of the plain model, in its order."""
-
-
-class _Tensor(NamedTuple):
-    """A sharded tensor of the state, for stages that have not its parameter."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+Parameters = Mapping[str, nn.Parameter]
+"""All parameters of the model by name, those of other stages of a pipeline too."""
 
 
-class _Described(NamedTuple):
-    """The optimizer of one stage: names by group, options of the groups, the names that its script gave (``param_names``), state
-    by name (`_Tensor` for what is sharded), and which parameters of the stage train."""
-
-    groups: list[list[str]]
-    options: list[dict[str, Any]]
-    script_names: dict[str, str]
-    state: dict[str, dict[str, Any]]
-    trains: dict[str, bool]
-
-
-def full_optimizer_state(state: State, optimizer: Optimizer, kinds: Kinds) -> dict[str, Any]:
-    """Return the state dict of the plain model's optimizer that the same script makes. All ranks call it."""
-    by_name = _by_name(state, optimizer)
-    stages = state.on_all_stages(_describe(state, optimizer, by_name))
-    every, unknown = _with_unused(state, ordered_groups([each.groups for each in stages], list(kinds)), kinds, stages)
-    if unknown:
-        warnings.warn(
-            f"{unknown}, which no forward uses, is not in the state of the optimizer, since nothing says in which group a plain "
-            "model's optimizer has it: for one that has it, call parallel.save and autopar.load_checkpoint, which go by names",
-            stacklevel=4,
+def names_by_group(parameters: Mapping[str, torch.Tensor], optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each group. StateError where the optimizer has one of another model."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    if not all(map(all, groups)):
+        raise StateError(
+            "the optimizer has a parameter that is not of this model: make it from the parallel model's parameters()"
         )
-    numbers = {name: number for number, name in enumerate(name for group in every for name in group)}
-    entries: dict[int, dict[str, Any]] = {}
-    for name in kinds:
-        holder = next((stage for stage, each in enumerate(stages) if each.state.get(name)), None)
-        if holder is not None:
-            entries[numbers[name]] = {
-                key: _full(state, name, value, holder, by_name.get(name, {}).get(key))
-                for key, value in stages[holder].state[name].items()
-            }
-    script_names = {name: each for stage in stages for name, each in stage.script_names.items()}
-    groups = []
-    for options, group in zip(stages[0].options, every, strict=True):
-        names = {"param_names": [script_names.get(name, name) for name in group]} if "param_names" in options else {}
-        groups.append(options | names | {"params": [numbers[name] for name in group]})
-    return {"state": entries, "param_groups": groups}
+    return groups
 
 
-def _describe(state: State, optimizer: Optimizer, by_name: Mapping[str, Mapping[str, Any]]) -> _Described:
-    groups = names_by_group(state.parameters, optimizer)
-    script_names = [group.get("param_names", ()) for group in optimizer.param_groups]
-    return _Described(
-        groups,
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        {name: each for own, names in zip(groups, script_names, strict=True) for name, each in zip(own, names, strict=False)},
-        {name: {key: _described(name, value) for key, value in values.items()} for name, values in by_name.items()},
-        {name: parameter.requires_grad for name, parameter in state.parameters.items()},
-    )
+def full_optimizer_state(state: State, optimizer: Optimizer, parameters: Parameters) -> dict[str, Any]:
+    """Return the state dict of the plain model's optimizer that the same script makes. All ranks call it."""
+    groups = names_by_group(parameters, optimizer)
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    entries = {
+        numbers[name]: {key: _full(state, name, value) for key, value in values.items()}
+        for name, parameter in parameters.items()
+        if name in numbers and (values := optimizer.state.get(parameter))
+    }
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    numbered = [own | {"params": [numbers[name] for name in names]} for own, names in zip(options, groups, strict=True)]
+    return {"state": entries, "param_groups": numbered}
 
 
-def _with_unused(
-    state: State, groups: Sequence[Sequence[str]], kinds: Kinds, stages: Sequence[_Described]
-) -> tuple[list[list[str]], str]:
-    trains = {name: each for stage in stages for name, each in stage.trains.items()}
-    now = {name: kind._replace(trains=trains.get(name, kind.trains)) for name, kind in kinds.items()}
-    return with_unused(groups, now, _unused(state, kinds))
-
-
-def _unused(state: State, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name not in state.index.specs]
-
-
-def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping[str, Any], kinds: Kinds) -> None:
+def load_full_optimizer_state(state: State, optimizer: Optimizer, saved: Mapping[str, Any], parameters: Parameters) -> None:
     """The inverse, in place: of what `full_optimizer_state` gave under any plan, or of the plain model's optimizer with the same
     groups. Every rank has `saved`."""
-    described = _describe(state, optimizer, {})
-    members = {name for group in described.groups for name in group}
-    numbers = _saved_numbers(state, saved, kinds, state.on_all_stages(described))
+    numbers = _saved_numbers(saved, names_by_group(parameters, optimizer), parameters)
     optimizer.state.clear()
-    for name, parameter in state.parameters.items():
-        if name in members and (values := saved["state"].get(numbers.get(name))):
+    for name, parameter in parameters.items():
+        if values := saved["state"].get(numbers.get(name)):
             _check_fits(name, parameter, values)
             optimizer.state[parameter] = {key: _sharded(state, name, parameter, value) for key, value in values.items()}
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         own.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
 
 
-def _saved_numbers(state: State, saved: Mapping[str, Any], kinds: Kinds, stages: Sequence[_Described]) -> dict[str, int]:
-    """Return the number of each parameter in the saved state: by name where it has names, else by its position in the group, in
-    which those that no forward uses have no state."""
-    groups, unused = saved["param_groups"], _unused(state, kinds)
-    joined = joined_groups([each.groups for each in stages])
-    if len(groups) != len(joined):
-        raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(joined)}: give it the same groups")
+def _saved_numbers(saved: Mapping[str, Any], own: list[list[str]], parameters: Parameters) -> dict[str, int]:
+    """Return the number of each parameter in the saved state: by name where it has names, else by its position in the group."""
+    groups = saved["param_groups"]
+    if len(groups) != len(own):
+        raise StateError(f"the saved optimizer has {len(groups)} groups, this one has {len(own)}: give it the same groups")
+    named = all(parameters.keys() >= set(group.get("param_names", ("",))) for group in groups)
     numbers: dict[str, int] = {}
-    named = all(kinds.keys() >= set(group.get("param_names", ("",))) for group in groups)
-    full = [list(names) for names in joined] if named else []
-    if not named:
-        joined = ordered_groups([each.groups for each in stages], list(kinds))
-        full, _ = _with_unused(state, joined, kinds, stages)
-    for index, (group, names) in enumerate(zip(groups, joined, strict=True)):
-        places, more = group["params"], len(group["params"]) - len(names)
-        if named:
-            names = list(group["param_names"])
-            odd = sorted(set(names).symmetric_difference(joined[index]).difference(unused))
-            if odd:
-                raise StateError(f"group {index} of the saved optimizer has other parameters ({odd[0]}): give it the same groups")
-        elif more:
-            what = f"group {index} of the saved optimizer has {len(places)} parameters, this one has {len(names)}"
-            if not 0 < more <= len(unused):
-                raise StateError(f"{what}: give it the same groups")
-            with_state = [number for number in places if saved["state"].get(number)]
-            if len(with_state) in (0, len(names)):
-                places, names = with_state, names[: len(with_state)]
-            elif len(full[index]) == len(places):
-                names = full[index]
-            else:
-                raise StateError(
-                    f"{what}, and which one no forward uses ({unused[0]}) is not known: give the groups of the saved state "
-                    "param_names, the names of their parameters"
-                )
-        numbers |= dict(zip(names, places, strict=True))
+    for index, (group, names) in enumerate(zip(groups, own, strict=True)):
+        places = group["params"]
+        theirs = list(group["param_names"]) if named else names
+        if odd := sorted(set(theirs).symmetric_difference(names)):
+            raise StateError(f"group {index} of the saved optimizer has other parameters ({odd[0]}): give it the same groups")
+        if len(theirs) != len(places):
+            raise StateError(
+                f"group {index} of the saved optimizer has {len(places)} parameters, this one has {len(names)}: give it the same "
+                "groups"
+            )
+        numbers |= dict(zip(theirs, places, strict=True))
     return numbers
 
 
@@ -164,26 +94,6 @@ _LOAD_PLAIN = (
 )
 
 
-def refuse_plain_states() -> AbstractContextManager[None]:
-    """Refuse the state of a plain model's optimizer on every stage of a pipeline: each has other parameters, or as many by
-    chance, and torch says it on some of them."""
-    usual = Optimizer.load_state_dict
-
-    @wraps(usual)
-    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
-        own = [group["params"] for group in self.param_groups]
-        if any(place_of(parameter)[0] is not None for group in own for parameter in group):
-            saved = [group["params"] for group in state_dict["param_groups"]]
-            pairs = [pair for each in zip(own, saved, strict=False) for pair in zip(*each, strict=False)]
-            if list(map(len, own)) != list(map(len, saved)) or any(
-                _has_full(parameter, state_dict["state"].get(number, {})) for parameter, number in pairs
-            ):
-                raise StateError(f"this {type(self).__name__} {_LOAD_PLAIN}")
-        usual(self, state_dict)
-
-    return replaced(Optimizer, "load_state_dict", load_state_dict)
-
-
 def _has_full(parameter: torch.Tensor, values: Mapping[str, Any]) -> bool:
     """Return whether the state of a sharded parameter has ordinary tensors of its shape."""
     tensors = [each for each in values.values() if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
@@ -195,41 +105,25 @@ def refuse_full_states(state: State, optimizer: Optimizer, *_: Any) -> None:
     parameter = next((p for p in optimizer.state if isinstance(p, DTensor) and p.dim()), None)
     if parameter is None or not _has_full(parameter, optimizer.state[parameter]):
         return
-    if id(parameter) in {id(each) for each in state.parameters.values()}:
+    if id(parameter) in {id(each) for each in state.every_parameter.values()}:
         raise StateError(f"this {type(optimizer).__name__} {_LOAD_PLAIN}")
 
 
-def _by_name(state: State, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    states = {name: optimizer.state.get(parameter) for name, parameter in state.parameters.items()}
-    return {name: values for name, values in states.items() if values}
-
-
-def _described(name: str, value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return _Tensor(tuple(value.shape), value.dtype)
+def _full(state: State, name: str, value: Any) -> Any:
+    """The full tensor on all ranks."""
     if isinstance(value, (list, tuple, dict)):
         raise StateError(
             f"the optimizer's state of {name} is no tensor or number (a history?), and cannot be made full: save "
             "parallel.full_state() only"
         )
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _full(state: State, name: str, value: Any, holder: int, own: Any) -> Any:
-    """The full tensor on all ranks."""
-    if not isinstance(value, _Tensor):
+    if not isinstance(value, DTensor):
         return value.clone() if isinstance(value, torch.Tensor) else value
-    pp = state.mesh.pp
-    if pp.coordinate == holder:
-        same = value.shape == tuple(state.parameters[name].shape)
-        if not same and name in state.expert_orders:
+    spec = state.index.specs.get(name)
+    if spec is None or value.shape != tuple(spec.shape):
+        if name in state.expert_orders:
             raise StateError(f"the optimizer's state of {name} is not shaped like it: call parallel.restore_experts() first")
-        full = state.full(name, own) if same else own.full_tensor().contiguous()
-    else:
-        full = torch.empty(value.shape, dtype=value.dtype, device=state.mesh.device)
-    if pp.size > 1:
-        dist.broadcast(full, state.mesh.rank_in_stage(holder), state.mesh.group(pp.name))
-    return full
+        return value.full_tensor().contiguous()
+    return state.broadcast_full(name, value, value.dtype)
 
 
 def _sharded(state: State, name: str, parameter: nn.Parameter, value: Any) -> Any:
@@ -239,7 +133,10 @@ def _sharded(state: State, name: str, parameter: nn.Parameter, value: Any) -> An
     if not value.dim():
         return value.clone()
     assert isinstance(parameter, DTensor)
-    if value.shape != parameter.shape:  # the means of rows or columns
-        return replicated(value.clone(), parameter.device_mesh)
+    holders = holders_of(parameter)
+    if isinstance(parameter, OnAnotherStage) and holders is not None:
+        return on_another_stage(value.shape, value.dtype, holders)
+    if value.shape != parameter.shape or name not in state.parameters:  # the means of rows or columns
+        return held_by(replicated(value.clone(), parameter.device_mesh), holders)
     local = state.local_part(name, value).to(state.mesh.device, copy=True, memory_format=torch.contiguous_format)
-    return placed_like(local, parameter)
+    return held_by(placed_like(local, parameter), holders)

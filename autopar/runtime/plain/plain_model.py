@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ..compat.dtensor import replicated
 from ..compat.hooks import around_optimizer_steps
 from ..errors import RuntimeProblem, StateError
-from ..state.gradient import hooked
+from ..state.gradient import hooked, own
+from ..state.materialize import State
 from ..state.weight_source import Weight, named_tensors, whole_weight
 from .frozen_reads import FrozenReads
-from .optimizer_groups import ParameterKind
 from .plain_attributes import PlainAttributes
 from .plain_loading import extra_state, extra_states, fill, set_extra_states
 
@@ -30,6 +31,7 @@ class PlainModel:
     """The plain model of a parallel one. `frozen`: what programs read of the `skeleton`, a copy on the meta device. `updated`:
     buffers that the forward writes into. `names`: each key of its state dict with the first name of that tensor. `unused`:
     tensors of the state that the program does not read.
+    `parameters`: whether each trains, in order.
     `right_in`: whether the program computes what the model does in training (True) or evaluation (False). `slow_path`: torch may
     take its fast path through a ``TransformerEncoder`` of the model in evaluation, and the program does not."""
 
@@ -47,13 +49,13 @@ class PlainModel:
         self.names, extra = first_names(model)
         self._extra = {key: each.detach().clone() if isinstance(each, torch.Tensor) else each for key, each in extra.items()}
         self.unused: dict[str, torch.Tensor] = {}
-        self.parameter_kinds = {name: ParameterKind(each.dim(), each.requires_grad) for name, each in model.named_parameters()}
+        self.parameters = {name: each.requires_grad for name, each in model.named_parameters()}
         self._tensors, self._attributes = PlainTensors(model, updated), PlainAttributes(model)
 
     def copied(self) -> PlainModel:
         """Return it for another parallel model, whose attributes are its own."""
         out = copy.copy(self)
-        out._extra = dict(self._extra)
+        out._extra, out.unused = dict(self._extra), {}
         out.frozen = self.frozen.copied(copy.deepcopy(self.skeleton))
         out.skeleton = out.frozen.model
         return out
@@ -84,17 +86,14 @@ class PlainModel:
             stacklevel=2,
         )
 
-    def complete(self, held: Mapping[str, object], source: Callable[[str], Weight]) -> None:
-        """Fetch the tensors of the state that the program does not have (every rank calls it)."""
-        wanted = [name for name in dict.fromkeys(self.names.values()) if name not in held]
-        self.unused = {name: whole_weight(source(name)).clone() for name in wanted}
-        if parameters := [name for name in wanted if name in self.parameter_kinds]:
-            further = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
-            warnings.warn(
-                f"{parameters[0]}{further}, which no forward uses, is not in parallel.parameters(): positions in it are others "
-                "than in that of the plain model; choose parameters by name",
-                stacklevel=2,
-            )
+    def complete(self, state: State, source: Callable[[str], Weight]) -> None:
+        """Fetch the tensors that the program does not have (every rank calls it), and give the `state` the parameters."""
+        wanted = [name for name in dict.fromkeys((*self.names.values(), *self.parameters)) if name not in state.index.specs]
+        self.unused = {name: whole_weight(source(name)).to(state.mesh.device, copy=True) for name in wanted}
+        for name in (each for each in self.parameters if each in self.unused):
+            parameter = nn.Parameter(replicated(self.unused[name], state.mesh.state_mesh), self.parameters[name])
+            own(parameter, None, name)
+            state.unused[name] = parameter
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -103,7 +102,7 @@ class PlainModel:
 
     def state_dict(self, held: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Full tensors by name as the state dict of the plain model, which loads it strictly; tied names share one tensor."""
-        every = {**self.unused, **held}
+        every = {**{name: each.clone() for name, each in self.unused.items()}, **held}
         with fill(self.skeleton, every):
             return {key: every[name] for key, name in self.names.items()} | self.extra
 
@@ -123,7 +122,7 @@ class PlainModel:
             if (held := self.unused.get(name)) is not None and key in state:
                 if state[key].shape != held.shape:
                     raise StateError(f"{key} has shape {tuple(state[key].shape)} but the model's has {tuple(held.shape)}")
-                self.unused[name] = state[key].detach().to(held, copy=True)
+                held.copy_(state[key].detach())
         extra = {key: state[key] for key in self._extra if key in state}
         self._extra |= extra
         set_extra_states(self.skeleton, extra)

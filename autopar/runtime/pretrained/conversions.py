@@ -146,9 +146,7 @@ def hub_tensors(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str,
     }
 
 
-def _sources(
-    name: str, patterns: Sequence[str], shape: Sequence[int], wanted: Operations
-) -> list[tuple[str, tuple[int, ...]]]:
+def _sources(name: str, patterns: Sequence[str], shape: Sequence[int], wanted: Operations) -> list[tuple[str, tuple[int, ...]]]:
     """Return name and shape of the weights that a stacked tensor is made of; none where its shape does not divide. `name`: with
     the first of the patterns in it, whose ``*`` is a number."""
     before, place, after = name.partition(patterns[0])

@@ -1,9 +1,8 @@
 """The gradient of a parameter, a DTensor whose reductions (its norm) are those of the whole tensor, on every rank and at once.
 
 DTensor leaves a reduction partial until an operation needs it whole: in-place operations on a partial one are refused, and a rank
-that asks for its number waits for the others. A stage of a pipeline has the gradients of its own parameters only. What is
-computed of one gradient is right there; the norm of all gradients (`torch.nn.utils.clip_grad_norm_`, the norm of stacked norms)
-is summed over the stages; `tensors.stage_values` has other combinations of several gradients.
+that asks for its number waits for the others. On a pipeline a reduction is that of the stages which hold the gradient
+(`stage_tensors`).
 """
 
 from __future__ import annotations
@@ -18,24 +17,20 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.norms import norm_over_ranks, whole_norms
 from ..compat.compile import is_traced
-from ..compat.dtensor import local_of, over_local, whole, without_overrides
+from ..compat.dtensor import local_of, over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
-from .stage_gradients import PARAMETER, StageGradients, combined, origins_of, place_of, stages_of
+from .stage_tensors import Holders, for_holders, held_by, holders_of
 
 _VIEWS = frozenset((
     *("view", "reshape", "flatten", "ravel", "detach", "to_dense", "contiguous", "view_as"),
     *("getitem", "select", "narrow", "squeeze", "unsqueeze", "t", "transpose", "permute", "diagonal"),
 ))  # fmt: skip
-_JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
-_NORMS = frozenset(("linalg_vector_norm", "linalg_norm", "norm"))
 
 
 class Gradient(DTensor):
-    """A gradient whose reductions are those of the whole tensor. `stage`: that of a pipeline which has it. `autopar_order`: see
-    `compat.hooks.whole_items`."""
+    """A gradient whose reductions are those of the whole tensor. `autopar_order`: see `compat.hooks.whole_items`."""
 
-    stage: StageGradients | None
     parameter_name: str
     autopar_order: torch.Tensor | None
 
@@ -45,7 +40,7 @@ class Gradient(DTensor):
             if len(parts := by_mesh(args[0])) > 1:
                 results = on_each_mesh(func, parts, args, kwargs or {})
                 return list(map(local_of, results)) if func.__name__ == "_foreach_norm" else results  # numbers on no mesh
-            if func.__name__ == "_foreach_norm":
+            if func.__name__ == "_foreach_norm" and not any(map(holders_of, args[0])):
                 return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if not isinstance(result, (torch.Tensor, list, tuple)):  # a property: optimizers ask `is_sparse` of each
@@ -64,14 +59,14 @@ class Gradient(DTensor):
                 return result
             return type(result)(_whole(each, me) for each in result) if type(result) in (list, tuple) else result
         if word in _VIEWS and isinstance(result, DTensor):
-            return as_gradient(result, me.stage, me.parameter_name)
+            return as_gradient(result, me.parameter_name)
         if word == "clone" and isinstance(result, DTensor):  # of one element too: what SGD's momentum begins with
             return result
         return _whole(result, me)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Gradient:  # of what torch.compile traces
-        return as_gradient(DTensor.__tensor_unflatten__(inner, spec, size, stride), None, "")
+        return as_gradient(DTensor.__tensor_unflatten__(inner, spec, size, stride), "")
 
     @property
     def data(self) -> torch.Tensor:
@@ -90,66 +85,26 @@ class Gradient(DTensor):
         with torch.no_grad():
             self.to_local().copy_(value.to_local())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if place_of(self)[0] is not None:  # loaded again, its norm would be that of a stage
-            raise RuntimeProblem(
-                "a gradient of a stage of a pipeline cannot be pickled: save parallel.full_gradients(), which all ranks call"
-            )
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradient:  # torch's wants clones of this class
         values: Any = self.detach().clone()
-        memo[id(self)] = out = as_gradient(values, self.stage, self.parameter_name)
+        memo[id(self)] = out = as_gradient(values, self.parameter_name)
         return out
 
 
-class StageNorms(torch.Tensor):
-    """Numbers computed each of one gradient of a stage: one of them (a scalar), or several in a row."""
-
-    stage: StageGradients
-    parameter_names: tuple[str, ...]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        word = getattr(func, "__name__", "").strip("_")
-        norms = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, StageNorms)]
-        stage, names = norms[0].stage, tuple(name for each in norms for name in each.parameter_names)
-        row = next((each for each in norms if each.dim()), None) if word not in ("get", "dim") else None
-        if row is not None and word in _NORMS:
-            order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
-            return stage.total_norm(row.as_subclass(torch.Tensor), names, 2.0 if order in (None, "fro") else float(order))
-        result = without_overrides(func, *args, **kwargs)
-        if type(result) not in (torch.Tensor, StageNorms):
-            return result
-        if word in _JOINS and all(isinstance(each, StageNorms) for each in args[0]):
-            return _norms(result, stage, names)
-        known = {name.removeprefix(PARAMETER): name for name in names if name}
-        if len(known) > 1 and result.shape != (len(names),):
-            raise combined(word)
-        return _norms(result, stage, names if result.dim() else tuple(known.values())[:1] or names[:1])
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return itself: scripts for FSDP2 ask the norm of a DTensor for the whole one."""
-        return self
-
-    def __format__(self, style: str) -> str:  # torch's is of its own class alone
-        return format(self.as_subclass(torch.Tensor), style)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor).clone()
+def name_of(value: torch.Tensor) -> str:
+    """Return the name of a canonical parameter, or of the one whose gradient it is; "" of any other tensor."""
+    named = value.__dict__
+    name: str = named.get("parameter_name") or named.get("autopar_name", "")
+    return name
 
 
-def as_gradient(value: DTensor, stage: StageGradients | None, name: str) -> Gradient:
+def as_gradient(value: DTensor, name: str) -> Gradient:
     """Return a `Gradient` over the data of `value`."""
     if isinstance(value, Gradient):
         return value
     out: Gradient = over_local(Gradient, value)
     out.__dict__.update(value.__dict__)  # what it is a view of
-    out.stage, out.parameter_name = stage, name
+    out.parameter_name = name
     return out
 
 
@@ -157,24 +112,29 @@ def local_gradient(canonical: nn.Parameter, local: torch.Tensor) -> Gradient:
     """The gradient of a canonical parameter whose part on this rank is `local`."""
     assert isinstance(canonical, DTensor)
     out: Gradient = over_local(Gradient, canonical, local)
-    out.stage, out.parameter_name = place_of(canonical)
+    out.parameter_name = name_of(canonical)
     out.autopar_order = getattr(canonical, "autopar_order", None)
+    held_by(out, holders_of(canonical))
     return out
 
 
 def gradient_of(canonical: nn.Parameter, value: DTensor) -> Gradient:
     """Return `value` as the gradient of a canonical parameter, see `own`."""
-    out = as_gradient(value, *place_of(canonical))
+    out = as_gradient(value, name_of(canonical))
     out.autopar_order = getattr(canonical, "autopar_order", None)
+    held_by(out, holders_of(canonical))
     return out
 
 
-def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> None:
+def own(canonical: nn.Parameter, holders: Holders | None, name: str) -> None:
     """Make a `Gradient`, placed as the parameter is, of what autograd adds to the parameter's gradient too."""
-    canonical.autopar_place = (stage, name)  # type: ignore[attr-defined]
+    canonical.autopar_name = name  # type: ignore[attr-defined]
+    held_by(canonical, holders)
 
     def wrap(parameter: torch.Tensor) -> None:
         gradient, data = parameter.grad, parameter.data
+        if isinstance(parameter, DTensor):
+            gradient = for_holders(parameter, gradient)
         if isinstance(gradient, DTensor) and isinstance(data, DTensor) and isinstance(parameter, nn.Parameter):
             placed = gradient.placements == data.placements  # or gathered by what it was computed with
             parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=data.placements))
@@ -182,13 +142,6 @@ def own(canonical: nn.Parameter, stage: StageGradients | None, name: str) -> Non
     wrap.autopar = True  # type: ignore[attr-defined]
     if canonical.requires_grad:
         canonical.register_post_accumulate_grad_hook(wrap)
-
-
-def stand_in(device: torch.device, stage: StageGradients | None) -> nn.Parameter:
-    """A parameter without elements for an optimizer of a stage that has none of those that it trains; a matrix, as Muon wants."""
-    parameter = nn.Parameter(torch.empty(0, 0, device=device))
-    own(parameter, stage, "")
-    return parameter
 
 
 def hooked(parameter: torch.Tensor) -> bool:
@@ -213,17 +166,10 @@ def _whole(result: Any, me: Gradient) -> Any:
     """A reduction of a gradient: its whole value on every rank, an ordinary tensor if it is a number."""
     if not isinstance(result, DTensor) or isinstance(result, Gradient):
         return result
+    if holders_of(me) is not None:
+        return held_by(whole(result), holders_of(result))
     result = whole(result)
-    if result.dim():
-        return result
-    number = result.to_local()
-    return number if me.stage is None else _norms(number, me.stage, (me.parameter_name,))
-
-
-def _norms(values: torch.Tensor, stage: StageGradients, names: tuple[str, ...]) -> StageNorms:
-    out = values.as_subclass(StageNorms)
-    out.stage, out.parameter_names = stage, names
-    return out
+    return result if result.dim() else result.to_local()
 
 
 def by_mesh(tensors: Sequence[Any]) -> list[list[int]]:
@@ -247,23 +193,7 @@ def on_each_mesh(function: Any, parts: Sequence[Sequence[int]], args: Sequence[A
 def _list_norms(tensors: Sequence[DTensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:  # noqa: A002
     """The norms of gradients on one mesh, each as a whole, on every rank: what ``torch._foreach_norm`` gives."""
     parts: Any = tensors if dtype is None else [each.to(dtype) for each in tensors]
-    norms = zip(whole_norms(parts, ord), parts, tensors, strict=True)
-    return [stage_norm(norm.to(local_of(part).dtype), each) for norm, part, each in norms]  # .dtype would ask here again
-
-
-def stage_norm(norm: torch.Tensor, value: DTensor) -> torch.Tensor:
-    """The norm of a value: one that asks all stages where it is combined with others, if `value` is a parameter of a pipeline,
-    its gradient, or computed of one of them."""
-    if isinstance(value, Gradient):
-        return norm if value.stage is None else _norms(norm, value.stage, (value.parameter_name,))
-    stage, name = place_of(value)
-    if stage is not None:
-        return _norms(norm, stage, (f"{PARAMETER}{name}",))
-    own = [(stage, name) for stage, name in origins_of(value) if stage is not None]
-    if len(own) == 1:
-        return _norms(norm, own[0][0], (own[0][1],))
-    stage = next(iter(stages_of(value)), None)
-    return norm if stage is None else _norms(norm, stage, ("",))
+    return [norm.to(local_of(part).dtype) for norm, part in zip(whole_norms(parts, ord), parts, strict=True)]
 
 
 def flat(values: Any) -> Iterator[Any]:

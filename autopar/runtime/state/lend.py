@@ -25,6 +25,7 @@ from .gradient import own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .materialize import State
 from .parameter_table import ParameterEntry, Table
+from .stage_tensors import holders_of
 
 
 class _Loan(NamedTuple):
@@ -168,8 +169,6 @@ class UnfrozenParameters:
         for root in self.state.roots if set(own) - set(self._own) else ():
             train_more(root)
         self.names, self._own = tuple(sorted(every)), own
-        if self.state.stage is not None:
-            self.state.stage.every_stage_trains = self.state.index.every_stage_trains(self.state.mesh.pp.size, every)
 
     def _required(self) -> tuple[str, ...]:
         return tuple(name for name, parameter in self._frozen.items() if parameter.requires_grad)
@@ -180,7 +179,7 @@ class UnfrozenParameters:
         for name in names:
             self._hooked.add(name)
             canonical = state.parameters[name]
-            own(canonical, state.stage, name)
+            own(canonical, holders_of(canonical), name)
             holding = [index for index, table in enumerate(state.tables) if name in table]
             for index in holding:
                 entry = state.tables[index][name]

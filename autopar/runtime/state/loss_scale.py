@@ -1,9 +1,8 @@
 """The factor of the loss in float16 (``torch.amp.GradScaler``), where gradients are spread over ranks and computed early.
 
 A gradient that is not finite on one rank counts on all of them: DTensor looks at the placements of the first gradient of each
-dtype (2.13.0), and a stage of a pipeline at its own gradients, of which it may have none. The ranks agree once in each
-`unscale_`, so all skip the same step and keep the same scale. A stage without parameters takes part too: its optimizer has none
-at all (groups made by name), or the one without elements that `parallel.parameters()` gives.
+dtype (2.13.0), and a stage of a pipeline at its own gradients. The ranks agree once in each `unscale_`, so all skip the same step
+and keep the same scale.
 
 Steps in micro-batches and pipelines run their backwards inside the call, when nobody knows yet by what a scaler multiplies the
 loss. In float16 small gradients would vanish: they are computed with the factor of the step before, and what the loss's backward
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..comm.heartbeat import watched
-from .stage_gradients import place_of
+from .gradient import name_of
+from .stage_tensors import holders_of
 
 USUAL = 2.0**15
 """The factor in the first step; a `GradScaler` starts with twice as much."""
@@ -51,14 +51,12 @@ def agree_on_overflow(optimizer: torch.optim.Optimizer, flags: dict[torch.device
     """Make all ranks skip the same steps of an optimizer that has parameters of a parallel model. `flags`: by device, whether
     gradients are not finite (1) or are (0); empty where there are none. `none`: a 0."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    place = next((each for each in map(place_of, parameters) if each != (None, "")), None)
-    elsewhere = place is None and any(p.numel() for p in parameters)
-    if elsewhere or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not any(map(name_of, parameters)) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     seen = torch.stack([none.new_tensor(float(bool(flags))), *(each.to(none.device).reshape(()) for each in flags.values())])
     seen = torch.stack([seen[0], seen[1:].amax() if flags else none.reshape(())])
-    stage = place[0] if place is not None else None
-    with watched(stage.heartbeat if stage is not None else None, "GradScaler.unscale_"):
+    holders = next(filter(None, map(holders_of, parameters)), None)
+    with watched(holders and holders.pipeline.heartbeat, "GradScaler.unscale_"):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
     if seen[0] and not flags:  # torch refuses a step without any gradients
         flags[none.device] = none.clone()

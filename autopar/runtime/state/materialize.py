@@ -30,7 +30,7 @@ from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, local_shape, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
-from .stage_gradients import StageGradients
+from .stage_tensors import Holders, OnAnotherStage, Pipeline, holders_of, on_another_stage
 from .weight_source import OrderedSource, Weight, WeightInParts, WeightSource, full_weight, whole_weight
 
 
@@ -53,7 +53,8 @@ class State:
     parameters of all stages.
     `roots`: the FSDP2 roots of this rank, and `tables` the parameters of each. `expert_orders`: of parameters whose experts were
     placed anew the expert in each slot of dimension 0 (`expert_placement`). `tied`: further names of tied tensors, each with the
-    first; of an exported program, where no plain model knows them.
+    first; of an exported program, where no plain model knows them. `elsewhere`: parameters and buffers of other stages of the
+    `pipeline`, without elements. `unused`: parameters that no program reads, replicated.
     """
 
     mesh: MeshHandle
@@ -67,10 +68,28 @@ class State:
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
     roots: tuple[RootModule, ...] = ()
     tables: tuple[Table, ...] = ()
-    stage: StageGradients | None = None
+    pipeline: Pipeline | None = None
+    elsewhere: dict[str, OnAnotherStage] = field(default_factory=dict)
+    unused: dict[str, nn.Parameter] = field(default_factory=dict)
     loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
     expert_orders: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def every_parameter(self) -> dict[str, nn.Parameter]:
+        """The parameters of all stages, those of other ones without elements, and those that no program reads."""
+        away: dict[str, Any] = {name: each for name, each in self.elsewhere.items() if not self.index.specs[name].buffer}
+        return {**self.parameters, **self.unused, **away}
+
+    @property
+    def every_buffer(self) -> dict[str, torch.Tensor]:
+        """The buffers of all stages, those of other ones without elements."""
+        return {**self.buffers, **{name: each for name, each in self.elsewhere.items() if self.index.specs[name].buffer}}
+
+    def holders_of(self, name: str) -> Holders | None:
+        """Return the stages of the pipeline that hold a parameter or buffer."""
+        stages = self.index.holders.get(name)
+        return None if self.pipeline is None or stages is None else Holders(self.pipeline, frozenset(stages))
 
     def full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
@@ -123,6 +142,19 @@ class State:
         if self.mesh.pp.size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
         return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+
+    def gradients_elsewhere(self, own: Collection[nn.Parameter], reached: dict[Any, list[str]] | None = None) -> dict[Any, Any]:
+        """Return gradients for the parameters of other stages that a backward reached; `own`: those that it reached of this one.
+        `reached`: names by the parameters that train, where a program reaches the same ones each time. All ranks must call."""
+        if self.pipeline is None:
+            return {}
+        every = self.every_parameter
+        known: dict[Any, list[str]] = {} if reached is None else reached
+        trained = frozenset(name for name, each in every.items() if each.requires_grad)
+        if trained not in known:
+            known[trained] = self.names_on_any_stage({name for name, each in self.parameters.items() if each in own})
+        away: list[Any] = [every[name] for name in known[trained] if name not in self.parameters]
+        return {each: on_another_stage(each.shape, each.dtype, holders_of(each)) for each in away}  # type: ignore[arg-type]
 
     def load_full(self, source: WeightSource, names: Collection[str] | None = None) -> None:
         """Copy full tensors into the local shards, in place: all, or those of `names` (the same on every rank)."""
@@ -226,14 +258,10 @@ def materialize(program: Program, source: WeightSource) -> State:
     entries = builder.first
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
-    stages = mesh.pp.size
-    holders = {name: ranks for name, ranks in index.holders.items() if not index.specs[name].buffer}
-    stage = StageGradients(mesh, holders, index.every_stage_trains(stages)) if stages > 1 else None
+    pipeline = Pipeline(mesh) if mesh.pp.size > 1 else None
     parameters = {name: builder.canonical[name] for table in own_tables for name in table}
     for name, parameter in parameters.items():
-        own(parameter, stage, name)
-    if stage is not None:
-        stage.parameters.update(parameters)
+        own(parameter, None if pipeline is None else Holders(pipeline, frozenset(index.holders[name])), name)
     return State(
         mesh=mesh,
         parameters=parameters,
@@ -246,9 +274,29 @@ def materialize(program: Program, source: WeightSource) -> State:
         copies=tuple((first, second) for first, second in copies if first is not None and second is not None),
         roots=tuple(roots),
         tables=tuple(own_tables),
-        stage=stage,
+        pipeline=pipeline,
+        elsewhere={} if pipeline is None else _of_other_stages(pipeline, index, {*parameters, *buffers}),
         loss_scale=LossScale(program.precision[0]),
     )
+
+
+def _of_other_stages(pipeline: Pipeline, index: ParameterIndex, held: Collection[str]) -> dict[str, OnAnotherStage]:
+    """The parameters and buffers that this stage does not hold. A buffer is no DTensor where it is held, so that its values are
+    not fetched."""
+    out = {}
+    for name, spec in index.specs.items():
+        if name in held:
+            continue
+        holders = Holders(pipeline, frozenset(index.holders[name]))
+        where = f"{name} is on stage {min(holders.stages)} of the pipeline, and has no values here"
+        remedy = "read parallel.full_state(), and write by parallel.load_state_dict(state), which every rank calls"
+        message = f"{where}: {remedy}" if spec.buffer else ""
+        each = out[name] = on_another_stage(spec.shape, getattr(torch, spec.dtype), holders, message=message)
+        if not spec.buffer:
+            each.requires_grad_(spec.trainable)
+            each._is_param = True  # what isinstance(..., nn.Parameter) asks for
+            each.autopar_name = name  # type: ignore[attr-defined]
+    return out
 
 
 def _as_stored(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from ..comm.heartbeat import glancing
 from ..compat.collectives import all_to_all_rows, wait_tensor
 from ..compat.dtensor import MatrixPart, local_of, matrix_part, placed_like, ranks_of
 from ..device.groups import members_group
+from .stage_tensors import OnAnotherStage
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 """Of one whole matrix, one of its shape."""
@@ -41,7 +42,7 @@ def batches_of(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], batch_elements: int = BATCH_ELEMENTS
 ) -> list[list[int]]:
     """Return the positions of the matrices that owners update, in batches; without those that are no shards, or only on one rank,
-    or that have a gradient placed otherwise."""
+    or that have a gradient placed otherwise, or are on other stages of a pipeline."""
     batches: list[list[int]] = []
     mesh: DeviceMesh | None = None
     elements = total = largest = 0
@@ -63,6 +64,8 @@ def batches_of(
 
 def _placed_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor) or parameter.dim() != 2:
+        return False
+    if isinstance(parameter, OnAnotherStage):
         return False
     same = parameter.placements == gradient.placements and parameter.device_mesh == gradient.device_mesh
     whole = any(each.is_partial() for each in gradient.placements)

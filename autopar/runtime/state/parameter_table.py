@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +102,6 @@ class ParameterIndex:
     holders: dict[str, tuple[int, ...]]
     shared: frozenset[str]
     """Parameters that several blocks use, on one stage or on several."""
-
-    def every_stage_trains(self, stages: int, unfrozen: Collection[str] = ()) -> bool:
-        """Return whether every stage has a parameter that trains; `unfrozen`: of those that were frozen when the plan was
-        made."""
-        trained = [name for name, spec in self.specs.items() if not spec.buffer and (spec.trainable or name in unfrozen)]
-        return len({stage for name in trained for stage in self.holders[name]}) == stages
 
     def loading_order(self) -> list[str]:
         """The order in which `materialize` asks for full tensors: buffers, shared parameters, the others."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..comm.conversions import shard_of
 from ..compat.autograd import apply
+from ..compat.dtensor import local_of
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchError, RuntimeProblem
 from ..module import Program
@@ -90,9 +91,7 @@ def _train(
     return reduce(torch.add, losses)
 
 
-def compute_gradients(
-    state: State, train: Callable[[], torch.Tensor]
-) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor]]:
+def compute_gradients(state: State, train: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor]]:
     """Return the loss that `train` returns, and the gradients that it leaves with the parameters, which keep those of before."""
     parameters = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
     saved = [(parameter, parameter.grad) for parameter in parameters]
@@ -107,11 +106,17 @@ def compute_gradients(
     return loss, {parameter: gradient for parameter, gradient in computed if gradient is not None}
 
 
-def deliver_gradients(state: State, loss: torch.Tensor, gradients: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-    """Return the loss, whose backward hands out the gradients of the parameters that it reached. One that reached none has no
-    graph, but on a stage of a pipeline, where it may have reached those of others."""
+def deliver_gradients(
+    state: State,
+    loss: torch.Tensor,
+    gradients: Mapping[nn.Parameter, torch.Tensor],
+    reached: dict[Any, list[str]] | None = None,
+) -> torch.Tensor:
+    """Return the loss, whose backward hands out the gradients of the parameters that it reached, those of other stages of a
+    pipeline too; one that reached none has no graph. `reached`: see `State.gradients_elsewhere`."""
+    gradients = {**gradients, **state.gradients_elsewhere(gradients.keys(), reached)}
     if not gradients:
-        return loss if state.stage is None else loss.requires_grad_()
+        return loss
     result: torch.Tensor = apply(_Deliver, loss, list(gradients.values()), state.loss_scale, *gradients)
     return result
 
@@ -173,6 +178,6 @@ class _Deliver(torch.autograd.Function):
 
 def _scaled(gradient: Any, factor: torch.Tensor) -> torch.Tensor:
     """Multiply in place: the tensor becomes the parameter's gradient."""
-    gradient.to_local().mul_(factor.to(gradient.dtype))
+    local_of(gradient).mul_(factor.to(gradient.dtype))
     result: torch.Tensor = gradient
     return result

@@ -56,6 +56,7 @@ class StepGraph:
         self.constants: list[torch.Tensor] = []
         self.computed: ComputedStep | None = None
         self.replay: Replay | None = None
+        self.reached: dict[Any, list[str]] = {}
 
     def takes(self, inputs: Batch) -> bool:
         """Return whether this step is replayed, or comes before a capture. CaptureProblem where one was refused before."""
@@ -100,7 +101,7 @@ class StepGraph:
         assert self.computed is not None
         loss, gradients, outputs = self.computed
         copies = {parameter: local_gradient(parameter, local_of(each).clone()) for parameter, each in gradients.items()}
-        return deliver_gradients(self.state, loss.clone(), copies), [each.clone() for each in outputs]
+        return deliver_gradients(self.state, loss.clone(), copies, self.reached), [each.clone() for each in outputs]
 
     def _compute(self) -> None:
         self.computed = self.compute_once(self.inputs)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -19,7 +18,6 @@ from ..compat.hooks import shard_operations
 from ..compat.torch_operations import new_results
 from ..errors import StateError
 from ..state.gradient import by_mesh, flat, on_each_mesh
-from ..state.stage_gradients import place_of
 from ..step.same_batch import checksum
 from .random_draws import ranks_agree
 
@@ -80,8 +78,6 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
     every = list(flat(args))
     shards = [each for each in every if isinstance(each, DTensor)]
     plain = [each for each in every if _is_whole(each)]
-    for each in shards:
-        _check_pair(each, [other for other in plain if other.dtype != torch.bool])
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     if not isinstance(targets[0], DTensor) and op._schema.is_mutable:
         for each in shards if torch.is_grad_enabled() else ():
@@ -127,19 +123,3 @@ def _placed_gradient(value: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
     placed.autopar = True  # type: ignore[attr-defined]  # no hook of the user's
     return placed
-
-
-def _check_pair(value: DTensor, plain: list[torch.Tensor]) -> None:
-    """Raise a StateError where scripts that pair parameters by their order pair wrong ones."""
-    stage, name = place_of(value)
-    theirs = any(isinstance(each, nn.Parameter) for each in plain)
-    if name and stage is not None and (theirs or any(each.shape == value.shape for each in plain)):
-        raise StateError(
-            f"an ordinary tensor with {name}, of which a stage of a pipeline may not be the pair in order: load values by "
-            "parallel.load_state_dict(state), read them from parallel.full_state(), average them by AveragedModel(parallel)"
-        )
-    if theirs and getattr(value, "autopar_unpaired", False):
-        raise StateError(
-            f"a plain model's parameter with {name}: the plain model has parameters that its program never uses, so that zip "
-            "pairs others: pair them by name, and pass plain.detach()"
-        )

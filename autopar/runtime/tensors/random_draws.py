@@ -1,15 +1,13 @@
 """Random numbers for DTensors (`nn.init.normal_(parameter)`, `torch.randn_like(p.grad)`, `F.dropout(p)`): those of the whole
 tensor, of which each rank keeps its part. Shards differ, replicas agree, and the numbers are those that one process draws.
 
-DTensor itself draws each shard from the generator of its rank: on CPUs ranks that are seeded alike get equal shards. A stage of a
-pipeline draws for its own parameters only, so torch's generators would get out of step between stages: there each parameter has a
-stream of its own (`device.rng`), from the model's seed, and generators stay where they are.
+DTensor itself draws each shard from the generator of its rank: on CPUs ranks that are seeded alike get equal shards. All
+stages of a pipeline draw the numbers of each parameter, so that their generators stay in step.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -27,14 +25,14 @@ from ..compat.autograd import has_data
 from ..compat.dtensor import gathered, local_of, own_part, replicated
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import random_operations
-from ..device.rng import named_key, seed_stream
 from ..errors import RuntimeProblem
-from ..state.stage_gradients import stages_of
+from ..state.stage_tensors import OnAnotherStage, holders_of, on_another_stage, pipeline_of
 
 _OF_WHOLE_MATRICES = ("orthogonal_", "sparse_", "trunc_normal_", "eye_", "dirac_")
 """Functions of `nn.init` with operations that DTensor lacks (in-place transposition, writes by index, `out=`), or that draw into
 further tensors."""
 _DRAW = "a random draw for a sharded tensor"
+
 
 def draw_whole_tensors() -> ExitStack:
     """Teach DTensor all random operations, and `nn.init` those of whole matrices, until the stack is closed."""
@@ -64,7 +62,7 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
         results = op(*tree_map(full, args), **tree_map(full, kwargs))
     for each in shards:
         if id(each) in written:
-            local_of(each).copy_(own_part(each, whole[id(each)]))
+            _keep(each, whole[id(each)])
     sources = {id(whole[id(each)]): each for each in shards}
 
     def own(result: Any) -> Any:
@@ -87,13 +85,24 @@ def _whole(op: Any, value: DTensor, overwritten: bool) -> torch.Tensor:
     reads = "dropout" in name or "rrelu" in name
     if (overwritten and not reads) or name.endswith("_like"):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=local_of(value).device)
+    if isinstance(value, OnAnotherStage):  # the numbers that are drawn are not of these values
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     return gathered(value).clone() if overwritten else gathered(value)
+
+
+def _keep(value: DTensor, whole: torch.Tensor) -> None:
+    """Write this rank's part of a whole tensor."""
+    if not isinstance(value, OnAnotherStage):
+        local_of(value).copy_(own_part(value, whole))
 
 
 def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
     """A result of the shape of an argument is placed as that is, another one is replicated."""
     like = next((each for each in shards if each.shape == result.shape), None)
     mesh = shards[0].device_mesh
+    away = next((each for each in shards if isinstance(each, OnAnotherStage)), None)
+    if away is not None and (holders := holders_of(away)) is not None:
+        return on_another_stage(result.shape, result.dtype, holders, stride=result.stride())
     if like is None or any(placement.is_partial() for placement in like.placements):
         return replicated(result, mesh)
     return DTensor.from_local(
@@ -104,22 +113,13 @@ def _sharded_like(result: torch.Tensor, shards: list[DTensor]) -> DTensor:
 @contextmanager
 def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]:
     """Let `generator` (None: torch's own of the device) have one state on all ranks that draw for `value`: that of the first
-    rank, as scripts that seed each rank differently mean it, or that of the parameter's stream. After it only a generator that
-    agreed before has moved on, and that of the first rank."""
+    rank, as scripts that seed each rank differently mean it. After it only a generator that agreed before has moved on, and that
+    of the first rank."""
     device = local_of(value).device
     if generator is None:
         generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    own, key = generator.get_state(), _stream_key(value)
-    if key is not None:
-        warnings.warn(
-            "random numbers for parameters and gradients of a pipeline come from a stream of each parameter, and are others than "
-            'one process draws: plan without a pipeline (force="pp=1") where they have to be equal',
-            stacklevel=2,
-        )
-        generator.manual_seed(seed_stream(key).next_seed())
-        moves = False
-    else:
-        moves = _take_first_state(generator, own, value)
+    own = generator.get_state()
+    moves = _take_first_state(generator, own, value)
     try:
         yield
     finally:
@@ -128,23 +128,29 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
 
 
 def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
-    """Set the generator to the state of the mesh's first rank, and return whether this rank's moves on with the draw. All ranks
-    of the mesh compare a hash first, since a state takes 5 kB."""
+    """Set the generator to the state of the first rank, and return whether this rank's moves on with the draw. All ranks of the
+    mesh, and of all stages of a pipeline, compare a hash first, since a state takes 5 kB."""
+    pipeline, groups = pipeline_of(value), _groups(value)
+    groups += [] if pipeline is None else [pipeline.mesh.group(pipeline.mesh.pp.name)]
     number = int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big")
-    if ranks_agree(number, value, _DRAW):
+    if _agree(number, value, _DRAW, groups):
         return True
     state = own.to(local_of(value).device, copy=True)  # what a broadcast writes into
-    for group in _groups(value):
+    for group in groups:
         dist.broadcast(state, group=group, group_src=0)
     generator.set_state(state.cpu())
-    return not any(value.device_mesh.get_coordinate() or ())
+    return not any((*(value.device_mesh.get_coordinate() or ()), pipeline and pipeline.mesh.pp.coordinate))
 
 
 def ranks_agree(number: int, value: DTensor, doing: str) -> bool:
     """Return whether all ranks of the tensor's mesh have the same number. All of them must call; `doing` names the work to a rank
     that waits for others here."""
+    return _agree(number, value, doing, _groups(value))
+
+
+def _agree(number: int, value: DTensor, doing: str, groups: list[dist.ProcessGroup]) -> bool:
     with glancing(doing):
-        least, most = bounds_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value))
+        least, most = bounds_on_ranks(torch.tensor(number, device=local_of(value).device), groups)
         return bool(least == most)
 
 
@@ -153,35 +159,19 @@ def _groups(value: DTensor) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
 
 
-def _stream_key(value: DTensor) -> int | None:
-    """The stream of a tensor on a stage of a pipeline, each of which draws its own; None of any other. RuntimeProblem where
-    stages may need equal numbers."""
-    stages = stages_of(value)
-    if not stages:
-        return None
-    stage = next((each for each in stages if each.name_of(value)), stages[0])
-    name = stage.name_of(value)
-    if not name and (shared := next(filter(None, (each.shared_like(value) for each in stages)), "")):
-        raise RuntimeProblem(
-            f"random numbers for a tensor like {shared}, which several stages of a pipeline have: draw them for the parameter "
-            "or its gradient itself (parameter.normal_(), torch.randn_like(parameter)), or plan without a pipeline (pp=1)"
-        )
-    return named_key(stage.mesh.base_seed, name or f"stage {stage.mesh.pp.coordinate}")
-
-
 def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A function of `nn.init` that computes a DTensor's values as those of a whole matrix."""
 
     @wraps(initialise)
     def initialised(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if tensor.is_meta:  # also a parameter of another stage, which draws it
+        if tensor.is_meta:
             return tensor
         if not isinstance(tensor, DTensor):
             return initialise(tensor, *args, **kwargs)
         local, generator = local_of(tensor), kwargs.get("generator")
         whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local.device)
         with glancing(_DRAW), _agreed(generator, tensor), torch.no_grad():
-            local.copy_(own_part(tensor, initialise(whole, *args, **kwargs)))
+            _keep(tensor, initialise(whole, *args, **kwargs))
         return tensor
 
     return initialised

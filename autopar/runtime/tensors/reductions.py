@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..comm.norms import whole_norms
-from ..compat.dtensor import has_empty_part, local_of, on_whole_tensors, replicated, usual_operation, whole
+from ..compat.dtensor import has_empty_part, on_whole_tensors, replicated, usual_operation, whole
 from ..compat.hooks import shard_operations
 from ..compat.torch_operations import loss_decompositions
-from ..state.gradient import flat, stage_norm
+from ..state.gradient import flat
 
 _NO_SUMS = (
     *("any", "all", "prod", "max", "min", "amax", "amin", "aminmax", "dist"),
@@ -35,7 +35,7 @@ def reduce_rightly() -> AbstractContextManager[None]:
     for packet in (getattr(torch.ops.aten, name) for name in _SUMS):
         handlers.update((getattr(packet, each), _sum) for each in packet.overloads() if "dim" in each or "correction" in each)
     for packet in (torch.ops.aten.norm, torch.ops.aten.linalg_vector_norm):
-        handlers.update((getattr(packet, each), _norm) for each in packet.overloads() if "out" not in each)
+        handlers.update((getattr(packet, each), _reduce) for each in packet.overloads() if "out" not in each)
     handlers[torch.ops.aten.gather.default] = _gather
     handlers[torch.ops.aten._foreach_norm.Scalar] = _list_norms
     handlers[torch.ops.aten._is_any_true.default] = _run_function(torch.any)  # detect_anomaly() asks it; 2.13.0 has no rule
@@ -73,21 +73,10 @@ def _gather(op: Any, args: Any, kwargs: Any) -> Any:
     return (_reduce if has_all else on_whole_tensors)(op, args, kwargs)
 
 
-def _norm(op: Any, args: Any, kwargs: Any) -> Any:
-    """Reduce to a norm, which is a stage's where it is a number: a differentiable one is a penalty, and goes into the loss."""
-    norm = _reduce(op, args, kwargs)
-    number = local_of(norm)
-    penalty = torch.is_grad_enabled() and args[0].requires_grad
-    of_stage = number if number.dim() or penalty else stage_norm(number, args[0])
-    return norm if of_stage is number else of_stage
-
-
 def _list_norms(op: Any, args: Any, kwargs: Any) -> Any:
     tensors, *order = args
     meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in tensors}
     mesh = meshes.pop()
     if kwargs or len(order) > 1 or meshes or mesh is None:
         return _reduce(op, args, kwargs)
-    norms = [norm.to(each.dtype) for norm, each in zip(whole_norms(tensors, *order), tensors, strict=True)]
-    of_stages = [stage_norm(norm, each) for norm, each in zip(norms, tensors, strict=True)]
-    return [replicated(norm, mesh) if of_stage is norm else of_stage for norm, of_stage in zip(norms, of_stages, strict=True)]
+    return [replicated(norm.to(each.dtype), mesh) for norm, each in zip(whole_norms(tensors, *order), tensors, strict=True)]

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..compat.autograd import apply, graph_of
 from ..compat.dtensor import whole
-from ..compat.hooks import replaced, shard_operations
+from ..compat.hooks import shard_operations
 from ..compat.torch_operations import collective_operations
 from ..errors import RuntimeProblem, StateError
-from ..state.gradient import stand_in
+from ..state.gradient import name_of
 from ..state.materialize import State
-from ..state.stage_gradients import place_of, stages_of
+from ..state.stage_tensors import holders_of, on_all_stages
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
@@ -39,7 +38,7 @@ def parameter_gradients(
     """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
     and reduces. All ``.grad`` stay as they are, but for those of ``backward(inputs=...)``. NotImplemented for all else.
     RuntimeProblem for a graph of these gradients, also without `inputs`. `accumulate`: add to the ``.grad`` of these inputs."""
-    if inputs and not any(place_of(each)[1] for each in inputs):
+    if inputs and not any(map(name_of, inputs)):
         return NotImplemented
     nodes = list(graph_of(results))
     marks = (node.metadata["autopar"]() for node in nodes if "autopar" in node.metadata)
@@ -52,7 +51,7 @@ def parameter_gradients(
             "create_graph out, and ask for others in another call"
         )
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    own = (p for state in states.values() for p in state.parameters.values())
+    own = (p for state in states.values() for p in state.every_parameter.values())
     every = {id(each): each for each in (*leaves, *inputs, *own)}
     before = [(each, each.grad) for each in every.values()]
     try:
@@ -91,50 +90,26 @@ def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
 
 def refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
     """Raise a StateError for a full state dict of parameters that are on one stage of a pipeline."""
-    if any(place_of(each)[0] is not None for each in parameters):
+    if any(holders_of(each) is not None for each in parameters):
         raise StateError(
             "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
             "parallel.full_state() and parallel.full_optimizer_state(optimizer) on all ranks, or leave full_state_dict out"
         )
 
 
-def allow_empty_optimizers() -> AbstractContextManager[None]:
-    """Give an optimizer of some of the parameters, of which a stage of a pipeline has none, one without elements there."""
-    usual: Any = Optimizer.__init__
-
-    def init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
-        if not isinstance(params, (torch.Tensor, dict)):
-            params = list(params)
-            stages = stages_of()
-            if not params and stages:
-                params = [stand_in(stages[0].mesh.device, stages[0])]
-        usual(self, params, defaults)
-
-    return replaced(Optimizer, "__init__", init)
-
-
-def with_plain_gradient(loss: torch.Tensor, stages: int) -> torch.Tensor:
-    """Return `loss`, whose gradient may come as a DTensor. RuntimeProblem in the backward where it does on one of several
-    pipeline `stages`: each has added the term of its own parameters only."""
-    return apply(_PlainGradient, loss, stages)  # type: ignore[no-any-return]
+def with_plain_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """Return `loss`, whose gradient may come as a DTensor."""
+    return apply(_PlainGradient, loss)  # type: ignore[no-any-return]
 
 
 class _PlainGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, stages: int) -> torch.Tensor:
-        ctx.stages = stages
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss.clone()  # autograd allows no ``loss /= steps`` on what a Function returns as a view
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if not isinstance(grad, DTensor):
-            return grad, None
-        if ctx.stages > 1:
-            raise RuntimeProblem(
-                "a term of the parameters in the loss (a penalty), of which a stage of a pipeline has only its own: take the "
-                'weight_decay of the optimizer, or plan without a pipeline (force="pp=1")'
-            )
-        return whole(grad).to_local(), None
+        return whole(on_all_stages([grad])[0]).to_local() if isinstance(grad, DTensor) else grad
 
 
 def explain_penalty(error: Exception) -> RuntimeProblem | None:

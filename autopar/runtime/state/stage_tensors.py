@@ -1,0 +1,151 @@
+"""Tensors of a pipeline, which some of its stages hold: the others have each of them too, without elements (`OnAnotherStage`), so
+that a script does the same on all ranks, over one list of all parameters.
+
+What is computed of tensors that a stage holds is on that stage as well. Where stages have to have a value of each other, all of
+them get it at that place of the script (`on_all_stages`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..comm.heartbeat import Heartbeat, watched
+from ..compat.dtensor import gathered, replicated, without_elements
+from ..device.mesh import MeshHandle
+from ..errors import StateError
+
+_PIPELINES: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_NUMBERS = count()
+
+
+class Pipeline:
+    """The stages of a pipeline, as the tensors of its parallel model know it."""
+
+    def __init__(self, mesh: MeshHandle) -> None:
+        self.mesh, self.number = mesh, next(_NUMBERS)
+        self.heartbeat: Heartbeat | None = None
+        _PIPELINES.add(self)
+
+    def __deepcopy__(self, _: Any) -> Pipeline:
+        """Itself: a copy of a parameter is on the same stages."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Nothing: a tensor that is read from a file belongs to the pipeline of that process."""
+        return type(None), ()
+
+    def receive(self, value: torch.Tensor, stage: int) -> torch.Tensor:
+        """Return `value` as that stage has it. All ranks call it."""
+        with watched(self.heartbeat, "a value that all stages of the pipeline compute together"):
+            dist.broadcast(value, self.mesh.rank_in_stage(stage), self.mesh.group(self.mesh.pp.name))
+        return value
+
+
+class Holders(NamedTuple):
+    """The stages that hold a tensor."""
+
+    pipeline: Pipeline
+    stages: frozenset[int]
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank's stage is one of them."""
+        return self.pipeline.mesh.pp.coordinate in self.stages
+
+
+class OnAnotherStage(DTensor):
+    """A tensor that other stages hold: its shape, dtype and device, without elements. `message`: of the error when its values are
+    read; "" where they are fetched then, which is so for what the holders have as a DTensor too."""
+
+    message: str
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        for_holders(self, value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        stages = ", ".join(map(str, sorted(holders.stages))) if (holders := holders_of(self)) else "?"
+        return f"OnAnotherStage(shape={tuple(self.shape)}, dtype={self.dtype}, stage={stages})"
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:  # torch.distributed.checkpoint: its holders write it
+        return []
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return []
+
+
+def holders_of(value: Any) -> Holders | None:
+    """Return the stages that hold a tensor; None where all ranks have it, or there is no pipeline."""
+    if not isinstance(value, DTensor):
+        return None
+    holders: Holders | None = value.__dict__.get("autopar_holders")
+    if holders is not None and holders.pipeline is None:  # from a file
+        pipeline = pipeline_of(value)
+        holders = value.__dict__["autopar_holders"] = None if pipeline is None else Holders(pipeline, holders.stages)
+    return holders
+
+
+def held_by(value: Any, holders: Holders | None) -> Any:
+    """Note the stages that hold a tensor, and return it."""
+    if holders is not None and isinstance(value, DTensor):
+        value.__dict__["autopar_holders"] = holders
+    return value
+
+
+def pipeline_of(value: DTensor) -> Pipeline | None:
+    """Return the first pipeline whose stage has the mesh of this tensor."""
+    on_mesh = [each for each in _PIPELINES if each.mesh.state_mesh == value.device_mesh]
+    return min(on_mesh, key=lambda each: each.number, default=None)
+
+
+def on_another_stage(
+    shape: Sequence[int], dtype: torch.dtype, holders: Holders, *, stride: Sequence[int] | None = None, message: str = ""
+) -> OnAnotherStage:
+    """Return a tensor that `holders` hold, as the other stages have it."""
+    mesh = holders.pipeline.mesh
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))] if stride is None else stride
+    out: OnAnotherStage = without_elements(OnAnotherStage, shape, strides, dtype, mesh.device, mesh.state_mesh)
+    out.message = message
+    return held_by(out, holders)  # type: ignore[no-any-return]
+
+
+def for_holders(target: DTensor, value: Any) -> Any:
+    """Return a value that is written into `target` as its holders have it. All ranks call it."""
+    own, theirs = holders_of(target), holders_of(value)
+    return value if theirs is None or (own is not None and own.stages <= theirs.stages) else on_all_stages([value])[0]
+
+
+def on_all_stages(values: Iterable[Any]) -> list[Any]:
+    """Return each tensor that some stages hold as one that all ranks have, and all else itself. All ranks call it for the same
+    ones; those of one stage and dtype go together."""
+    out = list(values)
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for position, value in enumerate(out):
+        if (holders := holders_of(value)) is not None:
+            if not holders.here and value.message:
+                raise StateError(value.message)
+            groups.setdefault((min(holders.stages), value.dtype), []).append(position)
+    for (stage, dtype), positions in groups.items():
+        some = [out[position] for position in positions]
+        pipeline = holders_of(some[0]).pipeline  # type: ignore[union-attr]
+        sizes = [prod(each.shape) for each in some]
+        if pipeline.mesh.pp.coordinate == stage:
+            flat = torch.cat([gathered(each).reshape(-1) for each in some])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=pipeline.mesh.device)
+        parts = pipeline.receive(flat, stage).split(sizes)
+        for position, each, part in zip(positions, some, parts, strict=True):
+            out[position] = replicated(part.view(each.shape), each.device_mesh)
+    return out

@@ -1,0 +1,193 @@
+"""Operations on the tensors of a pipeline: each is done by the stages that hold all of its operands, and has a result without
+elements on the others. Operands that no stage has together go to all stages first, as numbers do that are read; what is written
+into stays where it is. So a script does the same on all ranks, as it does without a pipeline.
+
+The program's own calls take shards, and do not come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ..compat.compile import is_traced
+from ..compat.dtensor import meta_like, operations_of_shards, usual_operation
+from ..compat.hooks import replaced, shard_operations
+from ..compat.torch_operations import all_operations
+from ..state.gradient import flat
+from ..state.stage_tensors import Holders, OnAnotherStage, held_by, holders_of, on_all_stages, on_another_stage
+
+Operation = Callable[[Any, Any, Any], Any]
+"""Runs an operation of torch with its arguments and keywords."""
+
+_READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "allclose"))
+"""Operations that give a script a value."""
+_OF_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+"""Begin the names of operations that do the same for each position of their lists."""
+_inside = ContextVar("inside", default=False)
+
+
+def follow_stages() -> ExitStack:
+    """Let DTensor do the operations of each stage there, until the stack is closed; after other changes of DTensor's operations,
+    which this one calls."""
+    table, full, redistributed = operations_of_shards(), DTensor.full_tensor, DTensor.redistribute
+
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return full(_outside(self), *args, **kwargs)
+
+    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        placed = self if isinstance(self, OnAnotherStage) else redistributed(self, *args, **kwargs)
+        out: DTensor = held_by(placed, holders_of(self))
+        return out
+
+    hooks = ExitStack()
+    hooks.enter_context(shard_operations({op: _followed_by(table.get(op, usual_operation)) for op in all_operations()}))
+    hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
+    hooks.enter_context(replaced(DTensor, "redistribute", redistribute))
+    return hooks
+
+
+def _outside(value: DTensor) -> DTensor:
+    """The tensor as all stages have it, where a script asks for it."""
+    if _inside.get() or holders_of(value) is None:
+        return value
+    with _running():
+        out: DTensor = on_all_stages([value.detach()])[0]
+    return out
+
+
+class _running:
+    """A context in which operations are those of this stage alone."""
+
+    def __enter__(self) -> None:
+        self.token = _inside.set(True)
+
+    def __exit__(self, *_: Any) -> None:
+        _inside.reset(self.token)
+
+
+def _followed_by(usual: Operation) -> Operation:
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        if _inside.get() or is_traced():
+            return usual(op, args, kwargs)
+        with _running():
+            operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
+            if not any(map(holders_of, operands)) or _asks_of_shape(op):
+                return usual(op, args, kwargs)
+            if op._schema.name.startswith(_OF_LISTS):
+                return _follow_lists(usual, op, args, kwargs)
+            return _follow(usual, op, args, kwargs)
+
+    return run
+
+
+def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
+    positions = _written(op)
+    named = [argument.name for argument in op._schema.arguments]
+    written = [args[at] if at < len(args) else kwargs.get(named[at]) for at in positions]
+    if positions:
+        holders = holders_of(written[0])
+    else:
+        values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
+        holders = None if _has_values(op) else _together(values)
+    known = {id(each) for each in written}
+    operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
+    fetched = _fetched(each for each in operands if not _has(each, holders))
+    args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
+    if holders is None:
+        return usual(op, args, kwargs)
+    if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
+        return tree_map_only(DTensor, lambda each: held_by(each, holders), usual(op, args, kwargs))
+    if positions:
+        return written[0]
+    results = op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), results)
+
+
+def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
+    length = len(args[0])
+    lists = [at for at, each in enumerate(args) if isinstance(each, (list, tuple)) and len(each) == length]
+    singles = [each for at, each in enumerate(args) if at not in lists] + list(kwargs.values())
+    writes = bool(_written(op))
+    rows = [[args[at][position] for at in lists] for position in range(length)]
+    tensors = [[each for each in row if isinstance(each, torch.Tensor)] for row in rows]
+    every = [holders_of(row[0]) if writes else _together(row) for row in tensors]
+    apart = (each for row, holders in zip(rows, every, strict=True) for each in row if not _has(each, holders))
+    fetched = _fetched((*apart, *(each for each in singles if holders_of(each) is not None)))
+
+    def value(each: Any) -> Any:
+        return fetched.get(id(each), each)
+
+    def part(positions: Sequence[int]) -> Any:
+        return [[value(each[p]) for p in positions] if at in lists else value(each) for at, each in enumerate(args)]
+
+    here = [position for position, holders in enumerate(every) if holders is None or holders.here]
+    results = dict[int, Any]()
+    kwargs = {name: value(each) for name, each in kwargs.items()}
+    if here:
+        results.update(zip(here, usual(op, part(here), kwargs) or (), strict=False))
+    if writes:
+        return None
+    away = [position for position in range(length) if position not in results]
+    if away:
+        shapes = op(*tree_map(_without_values, part(away)), **tree_map(_without_values, kwargs))
+        results.update((at, _as_elsewhere(shape, every[at])) for at, shape in zip(away, shapes, strict=True))  # type: ignore[arg-type]
+    return [held_by(results[position], every[position]) for position in range(length)]
+
+
+def _together(values: Sequence[torch.Tensor]) -> Holders | None:
+    """The stages that do an operation: those that hold all of its tensors, to which its numbers go; None for all stages."""
+    tensors = [each for each in values if each.dim()] or values
+    every = [holders for holders in map(holders_of, tensors) if holders is not None]
+    if not every:
+        return None
+    stages = reduce(frozenset.__and__, (holders.stages for holders in every))
+    return Holders(every[0].pipeline, stages) if stages else None
+
+
+def _fetched(values: Iterable[Any]) -> dict[int, Any]:
+    """Tensors by their id as all stages have them."""
+    wanted = {id(each): each for each in values}
+    return dict(zip(wanted, on_all_stages(wanted.values()), strict=True))
+
+
+def _has(value: Any, holders: Holders | None) -> bool:
+    """Return whether the stages that do an operation hold an operand of it."""
+    own = holders_of(value)
+    return own is None or (holders is not None and holders.stages <= own.stages)
+
+
+@cache
+def _written(op: Any) -> tuple[int, ...]:
+    """The positions of the arguments that an operation writes into."""
+    return tuple(at for at, each in enumerate(op._schema.arguments) if each.alias_info is not None and each.alias_info.is_write)
+
+
+@cache
+def _has_values(op: Any) -> bool:
+    """Return whether an operation gives a script a value, or a tensor whose shape depends on values."""
+    shaped = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    return shaped or op._schema.name.removeprefix("aten::") in _READS
+
+
+@cache
+def _asks_of_shape(op: Any) -> bool:
+    """Return whether an operation gives no tensor, and needs no values (`is_same_size`)."""
+    return not _written(op) and not _has_values(op) and not any("Tensor" in str(each.type) for each in op._schema.returns)
+
+
+def _as_elsewhere(shape: torch.Tensor, holders: Holders) -> OnAnotherStage:
+    return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride())
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return meta_like(value)
+    return torch.device("meta") if isinstance(value, torch.device) else value
