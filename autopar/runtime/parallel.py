@@ -315,7 +315,7 @@ def _copied(parallel: Parallel) -> Parallel:
     kind: Any = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
     def source(name: str) -> torch.Tensor:
-        unused = {} if plain is None else plain.unused
+        unused = {} if parallel.plain is None else parallel.plain.unused
         return state.broadcast_full(name) if name in state.index.specs else unused[name]
 
     if plain is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.runtime.compat.modules import profiling
-from autopar.runtime.errors import RuntimeProblem, StateError
+from autopar.runtime.errors import StateError
 from autopar.runtime.patches import apply_patches
 from autopar.runtime.state.gradient import Gradient, as_gradient, hooked, own
 from autopar.runtime.state.weight_source import fill_missing, named_state
@@ -28,7 +27,7 @@ def reductions() -> list[tuple[str, float, bool]]:
     torch.manual_seed(0)
     full = torch.randn(8, 6, dtype=torch.float64)
     plain = distribute_tensor(full, mesh, [Shard(0)])
-    gradient = as_gradient(plain, None, "w")
+    gradient = as_gradient(plain, "w")
     out = []
     for name, reduce in {
         "norm": torch.norm,
@@ -125,26 +124,19 @@ def test_the_buffers_of_hugging_face_models() -> None:
 
 
 def numbers_travel() -> None:
-    from autopar.runtime.state.gradient import StageNorms
-    from autopar.runtime.state.stage_gradients import StageGradients
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    stage = StageGradients.__new__(StageGradients)
-    gradient = as_gradient(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), stage, "w")
+    gradient = as_gradient(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), "w")
     norm = gradient.norm()
-    assert isinstance(norm, StageNorms) and norm.item() == pytest.approx(2.0) and isinstance((norm + 1).to("cpu"), StageNorms)
-    assert type(copy.deepcopy(norm)) is torch.Tensor
+    assert norm.item() == pytest.approx(2.0)
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     parameter.grad = gradient
     again = copy.deepcopy(parameter).grad  # as of an optimizer or a model that is copied before zero_grad
-    assert isinstance(again, Gradient) and again.stage is stage and again.norm().item() == pytest.approx(2.0)
+    assert isinstance(again, Gradient) and again.norm().item() == pytest.approx(2.0)
     assert again.to_local().data_ptr() != gradient.to_local().data_ptr()
     file = io.BytesIO()
     torch.save({"norm": norm}, file)
     assert torch.load(io.BytesIO(file.getvalue()))["norm"].item() == pytest.approx(2.0)
-    with pytest.raises(RuntimeProblem, match=r"save parallel\.full_gradients\(\)"):  # its stage would be lost in the file
-        pickle.dumps(gradient)
 
 
-def test_numbers_of_a_stage_can_be_saved(ranks: RankPool) -> None:
+def test_numbers_of_a_gradient_can_be_saved(ranks: RankPool) -> None:
     ranks.run(numbers_travel, world=2)

@@ -124,7 +124,8 @@ def without_elements(
     """An instance of `kind`, a subclass of DTensor, of this shape, of which this rank has no elements. Seen on 2.13.0."""
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-    return torch.Tensor._dtensor__new__(kind, torch.empty(0, dtype=dtype, device=device), spec, requires_grad=False)
+    with torch.inference_mode(False):
+        return torch.Tensor._dtensor__new__(kind, torch.empty(0, dtype=dtype, device=device), spec, requires_grad=False)
 
 
 def placed_like(local: torch.Tensor, like: DTensor) -> DTensor:

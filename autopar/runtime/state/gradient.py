@@ -20,7 +20,7 @@ from ..compat.compile import is_traced
 from ..compat.dtensor import local_of, over_local, whole
 from ..device.mesh import MeshHandle
 from ..errors import RuntimeProblem
-from .stage_tensors import Holders, for_holders, held_by, holders_of
+from .stage_tensors import Holders, OnAnotherStage, for_holders, held_by, holders_of, on_another_stage
 
 _VIEWS = frozenset((
     *("view", "reshape", "flatten", "ravel", "detach", "to_dense", "contiguous", "view_as"),
@@ -135,7 +135,9 @@ def own(canonical: nn.Parameter, holders: Holders | None, name: str) -> None:
         gradient, data = parameter.grad, parameter.data
         if isinstance(parameter, DTensor):
             gradient = for_holders(parameter, gradient)
-        if isinstance(gradient, DTensor) and isinstance(data, DTensor) and isinstance(parameter, nn.Parameter):
+        if isinstance(parameter, OnAnotherStage) and (holders := holders_of(parameter)):
+            parameter.grad = on_another_stage(parameter.shape, parameter.dtype, holders)
+        elif isinstance(gradient, DTensor) and isinstance(data, DTensor) and isinstance(parameter, nn.Parameter):
             placed = gradient.placements == data.placements  # or gathered by what it was computed with
             parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=data.placements))
 

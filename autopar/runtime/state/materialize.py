@@ -25,7 +25,7 @@ from ..errors import StateError
 from ..module import ParameterSpec, Program, RootModule
 from ..progress import advance, working
 from .fsdp import hoist_shared, shard_block, shard_root
-from .gradient import own
+from .gradient import name_of, own
 from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, local_shape, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
@@ -143,8 +143,8 @@ class State:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
         return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
-    def gradients_elsewhere(self, own: Collection[nn.Parameter], reached: dict[Any, list[str]] | None = None) -> dict[Any, Any]:
-        """Return gradients for the parameters of other stages that a backward reached; `own`: those that it reached of this one.
+    def gradients_elsewhere(self, here: Collection[nn.Parameter], reached: dict[Any, list[str]] | None = None) -> dict[Any, Any]:
+        """Return gradients for the parameters of other stages that a backward reached; `here`: those that it reached of this one.
         `reached`: names by the parameters that train, where a program reaches the same ones each time. All ranks must call."""
         if self.pipeline is None:
             return {}
@@ -152,8 +152,11 @@ class State:
         known: dict[Any, list[str]] = {} if reached is None else reached
         trained = frozenset(name for name, each in every.items() if each.requires_grad)
         if trained not in known:
-            known[trained] = self.names_on_any_stage({name for name, each in self.parameters.items() if each in own})
+            known[trained] = self.names_on_any_stage({name for name, each in self.parameters.items() if each in here})
         away: list[Any] = [every[name] for name in known[trained] if name not in self.parameters]
+        for each in away:
+            if not each._post_accumulate_grad_hooks:  # it did not train at first
+                own(each, holders_of(each), name_of(each))
         return {each: on_another_stage(each.shape, each.dtype, holders_of(each)) for each in away}  # type: ignore[arg-type]
 
     def load_full(self, source: WeightSource, names: Collection[str] | None = None) -> None:
@@ -295,7 +298,7 @@ def _of_other_stages(pipeline: Pipeline, index: ParameterIndex, held: Collection
         if not spec.buffer:
             each.requires_grad_(spec.trainable)
             each._is_param = True  # what isinstance(..., nn.Parameter) asks for
-            each.autopar_name = name  # type: ignore[attr-defined]
+            own(each, holders, name)  # type: ignore[arg-type]
     return out
 
 

@@ -3,8 +3,9 @@ refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _MIXED = ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "max
 _OF_WEIGHTS = (*_MIXED, "isclose", "eq", "ne", "lt", "le", "gt", "ge", "equal", "rsub")
 """Of averages and comparisons. The ordinary tensors of all others may be activations and indices, of which a rank may have its
 own: they are compared first."""
+_MIXING = "an operation of a sharded and an ordinary tensor"
+_alike = ContextVar("alike", default=False)
 _OF_LISTS = (
     *("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "sign", "abs", "pow", "reciprocal"),
     *("zero", "maximum", "minimum", "clamp_min", "clamp_max"),
@@ -85,20 +88,9 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
                 each.register_hook(_placed_gradient(each))
         return op(*tree_map_only(DTensor, gathered, args), **tree_map_only(DTensor, gathered, kwargs))
     mesh = shards[0].device_mesh
-    writes = op._schema.is_mutable
-    of_weights = op._schema.name.removeprefix("aten::").removeprefix("_foreach_") in _OF_WEIGHTS
-    penalty = torch.is_grad_enabled() and any(each.requires_grad for each in shards)  # its backward gives what each rank has
-    compared = not in_backward() and (writes or penalty or not of_weights)
-    doing = "a write of an ordinary tensor into a sharded one" if writes else "an operation of a sharded and an ordinary tensor"
-    if compared and not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0], doing):
-        raise StateError(
-            "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
-            "(seed alike, load it on all), or call parallel.load_state_dict(state)"
-            if writes
-            else f"ranks have different tensors in {op} with a parallel model's parameter or gradient: pass the same on every "
-            "rank, that of the global batch"
-        )
-
+    if not _alike.get():
+        check_alike(op, args)
+    doing = "a write of an ordinary tensor into a sharded one" if op._schema.is_mutable else _MIXING
     for each in plain:
         mark_mixed(each)
 
@@ -107,6 +99,41 @@ def _mixed(usual: Callable[[Any, Any, Any], Any], op: Any, args: Any, kwargs: An
 
     with glancing(doing):
         return usual(op, tree_map(placed, args), tree_map(placed, kwargs))
+
+
+@contextmanager
+def compared_before(op: Any, args: Any) -> Iterator[None]:
+    """Compare the ordinary tensors of an operation on all ranks, where it has any, and not once more inside."""
+    target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    if not any(map(_is_whole, flat(args))) or (op._schema.is_mutable and not isinstance(target, DTensor)):
+        yield
+        return
+    check_alike(op, args)
+    token = _alike.set(True)
+    try:
+        yield
+    finally:
+        _alike.reset(token)
+
+
+def check_alike(op: Any, args: Any) -> None:
+    """Raise a StateError on all ranks where they have different ordinary tensors for an operation with sharded ones."""
+    shards = [each for each in flat(args) if isinstance(each, DTensor)]
+    plain = [each for each in flat(args) if _is_whole(each)]
+    writes = op._schema.is_mutable
+    of_weights = op._schema.name.removeprefix("aten::").removeprefix("_foreach_") in _OF_WEIGHTS
+    penalty = torch.is_grad_enabled() and any(each.requires_grad for each in shards)  # its backward gives what each rank has
+    if in_backward() or not (writes or penalty or not of_weights):
+        return
+    doing = "a write of an ordinary tensor into a sharded one" if writes else _MIXING
+    if not ranks_agree(hash(tuple(map(checksum, plain))) >> 9, shards[0], doing, all_stages=True):
+        raise StateError(
+            "ranks write different values into a parallel model's parameter or gradient: make the same tensor on every rank "
+            "(seed alike, load it on all), or call parallel.load_state_dict(state)"
+            if writes
+            else f"ranks have different tensors in {op} with a parallel model's parameter or gradient: pass the same on every "
+            "rank, that of the global batch"
+        )
 
 
 def _has_placed_gradient(value: DTensor) -> bool:

@@ -130,33 +130,29 @@ def _agreed(generator: torch.Generator | None, value: DTensor) -> Iterator[None]
 def _take_first_state(generator: torch.Generator, own: torch.Tensor, value: DTensor) -> bool:
     """Set the generator to the state of the first rank, and return whether this rank's moves on with the draw. All ranks of the
     mesh, and of all stages of a pipeline, compare a hash first, since a state takes 5 kB."""
-    pipeline, groups = pipeline_of(value), _groups(value)
-    groups += [] if pipeline is None else [pipeline.mesh.group(pipeline.mesh.pp.name)]
     number = int.from_bytes(hashlib.blake2b(bytes(own.tolist()), digest_size=7).digest(), "big")
-    if _agree(number, value, _DRAW, groups):
+    if ranks_agree(number, value, _DRAW, all_stages=True):
         return True
     state = own.to(local_of(value).device, copy=True)  # what a broadcast writes into
-    for group in groups:
+    for group in _groups(value, all_stages=True):
         dist.broadcast(state, group=group, group_src=0)
     generator.set_state(state.cpu())
+    pipeline = pipeline_of(value)
     return not any((*(value.device_mesh.get_coordinate() or ()), pipeline and pipeline.mesh.pp.coordinate))
 
 
-def ranks_agree(number: int, value: DTensor, doing: str) -> bool:
-    """Return whether all ranks of the tensor's mesh have the same number. All of them must call; `doing` names the work to a rank
-    that waits for others here."""
-    return _agree(number, value, doing, _groups(value))
-
-
-def _agree(number: int, value: DTensor, doing: str, groups: list[dist.ProcessGroup]) -> bool:
+def ranks_agree(number: int, value: DTensor, doing: str, *, all_stages: bool = False) -> bool:
+    """Return whether all ranks of the tensor's mesh have the same number, or those of all stages of a pipeline. All of them must
+    call; `doing` names the work to a rank that waits for others here."""
     with glancing(doing):
-        least, most = bounds_on_ranks(torch.tensor(number, device=local_of(value).device), groups)
+        least, most = bounds_on_ranks(torch.tensor(number, device=local_of(value).device), _groups(value, all_stages))
         return bool(least == most)
 
 
-def _groups(value: DTensor) -> list[dist.ProcessGroup]:
-    mesh = value.device_mesh
-    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+def _groups(value: DTensor, all_stages: bool) -> list[dist.ProcessGroup]:
+    mesh, pipeline = value.device_mesh, pipeline_of(value) if all_stages else None
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    return groups if pipeline is None else [*groups, pipeline.mesh.group(pipeline.mesh.pp.name)]
 
 
 def _of_whole_matrix(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,12 +17,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from ..compat.autograd import apply, in_backward
 from ..compat.compile import is_traced
-from ..compat.dtensor import meta_like, operations_of_shards, usual_operation
+from ..compat.dtensor import local_of, meta_like, operations_of_shards, usual_operation
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
 from ..state.stage_tensors import Holders, OnAnotherStage, held_by, holders_of, on_all_stages, on_another_stage
+from .mixed_operations import compared_before
 
 Operation = Callable[[Any, Any, Any], Any]
 """Runs an operation of torch with its arguments and keywords."""
@@ -56,11 +58,22 @@ def follow_stages() -> ExitStack:
 
 def _outside(value: DTensor) -> DTensor:
     """The tensor as all stages have it, where a script asks for it."""
-    if _inside.get() or holders_of(value) is None:
-        return value
-    with _running():
-        out: DTensor = on_all_stages([value.detach()])[0]
-    return out
+    return value if _inside.get() or holders_of(value) is None else apply(_OnAllStages, value)
+
+
+class _OnAllStages(torch.autograd.Function):
+    """A tensor that some stages hold, on all of them; its gradient is where the tensor is."""
+
+    @staticmethod
+    def forward(ctx: Any, value: DTensor) -> DTensor:
+        ctx.holders = holders_of(value)
+        with _running():
+            out: DTensor = on_all_stages([value])[0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad if ctx.holders.here else on_another_stage(grad.shape, grad.dtype, ctx.holders)
 
 
 class _running:
@@ -81,9 +94,8 @@ def _followed_by(usual: Operation) -> Operation:
             operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
             if not any(map(holders_of, operands)) or _asks_of_shape(op):
                 return usual(op, args, kwargs)
-            if op._schema.name.startswith(_OF_LISTS):
-                return _follow_lists(usual, op, args, kwargs)
-            return _follow(usual, op, args, kwargs)
+            with compared_before(op, args):
+                return (_follow_lists if op._schema.name.startswith(_OF_LISTS) else _follow)(usual, op, args, kwargs)
 
     return run
 
@@ -102,7 +114,11 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     fetched = _fetched(each for each in operands if not _has(each, holders))
     args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
     if holders is None:
-        return usual(op, args, kwargs)
+        result = usual(op, args, kwargs)
+        # ordinary numbers, as those of a gradient are without a pipeline
+        of_numbers = fetched and not positions and not any(each.dim() for each in fetched.values())
+        graph = torch.is_grad_enabled() or in_backward()
+        return tree_map_only(DTensor, _ordinary, result) if of_numbers and not graph else result
     if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
         return tree_map_only(DTensor, lambda each: held_by(each, holders), usual(op, args, kwargs))
     if positions:
@@ -125,8 +141,8 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     def value(each: Any) -> Any:
         return fetched.get(id(each), each)
 
-    def part(positions: Sequence[int]) -> Any:
-        return [[value(each[p]) for p in positions] if at in lists else value(each) for at, each in enumerate(args)]
+    def part(positions: Sequence[int]) -> tuple[Any, ...]:
+        return tuple([value(each[p]) for p in positions] if at in lists else value(each) for at, each in enumerate(args))
 
     here = [position for position, holders in enumerate(every) if holders is None or holders.here]
     results = dict[int, Any]()
@@ -143,10 +159,12 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _together(values: Sequence[torch.Tensor]) -> Holders | None:
-    """The stages that do an operation: those that hold all of its tensors, to which its numbers go; None for all stages."""
+    """The stages that do an operation: those that hold all of its tensors, to which its numbers go; None for all stages. A number
+    that is differentiated is on one stage only where all that it is computed of is: its gradient goes back to all of that."""
     tensors = [each for each in values if each.dim()] or values
     every = [holders for holders in map(holders_of, tensors) if holders is not None]
-    if not every:
+    graph = in_backward() or (torch.is_grad_enabled() and any(each.requires_grad for each in values))
+    if not every or (graph and not tensors[0].dim() and (len(every) < len(tensors) or len({each.stages for each in every}) > 1)):
         return None
     stages = reduce(frozenset.__and__, (holders.stages for holders in every))
     return Holders(every[0].pipeline, stages) if stages else None
@@ -162,6 +180,10 @@ def _has(value: Any, holders: Holders | None) -> bool:
     """Return whether the stages that do an operation hold an operand of it."""
     own = holders_of(value)
     return own is None or (holders is not None and holders.stages <= own.stages)
+
+
+def _ordinary(value: DTensor) -> torch.Tensor:
+    return local_of(value) if all(each.is_replicate() for each in value.placements) else value
 
 
 @cache

@@ -146,7 +146,7 @@ def load_plain_optimizer_state(plan: str) -> str:
     own, given = mine.state_dict(), theirs.state_dict()["state"]
     places = dict(zip(dict(parallel.named_parameters()), range(len(own["param_groups"][0]["params"])), strict=False))
     order = [name for name, _ in reference.named_parameters()]
-    own["state"] = {place: given[order.index(name)] for name, place in places.items()}
+    own["state"] = {place: given[order.index(name)] for name, place in places.items() if order.index(name) in given}
     return refusal(lambda: (mine.load_state_dict(own), mine.step()))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.harness.comparison import different_numbers
 from support.harness.habits import (  # noqa: F401
     ROWS,
     cluster,
@@ -18,11 +19,10 @@ from support.harness.habits import (  # noqa: F401
     test_habit_under_other_plans,
     warning_of,
 )
+from support.harness.training_loop import train
 from support.models.habit_model import batch, net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-import autopar
 
 Draw = Callable[[nn.Parameter], Any]
 
@@ -30,10 +30,6 @@ Draw = Callable[[nn.Parameter], Any]
 def whole(x: Tensor) -> Tensor:
     """A copy."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
-
-
-def staged(parallel: Any) -> bool:
-    return bool(parallel.program.mesh.pp.size > 1)
 
 
 def copies_agree(parallel: Any) -> None:
@@ -47,29 +43,20 @@ def copies_agree(parallel: Any) -> None:
 
 
 def draw_alike(parallel: Any, reference: nn.Module, *draws: Draw, seed: Callable[[], int] = lambda: 3) -> None:
-    """Each draw of each parameter (in the order of names) gives what one process gets; on a pipeline, where each parameter has a
-    stream of its own, numbers that are alike on the ranks that have them, and not alike from draw to draw."""
+    """Each draw of each parameter (in the order of names) gives what one process gets."""
     mine, theirs = dict(parallel.named_parameters()), dict(reference.named_parameters())
     for draw in draws:
         torch.manual_seed(seed())
-        found = {name: whole(draw(mine[name])) for name in theirs if name in mine}
-        again = {name: whole(draw(mine[name])) for name in theirs if name in mine}
+        found = {name: whole(draw(mine[name])) for name in theirs}
         torch.manual_seed(3)
-        for name in theirs if not staged(parallel) else ():
-            if name in mine:
-                torch.testing.assert_close(found[name], whole(draw(theirs[name])), rtol=1e-12, atol=1e-12, msg=name)
-        for name in again if staged(parallel) else ():
-            is_drawn = not torch.equal(draw(theirs[name]).clone(), draw(theirs[name]))  # eye_ is always the same
-            assert again[name].shape == theirs[name].shape, name
-            assert torch.equal(again[name], found[name]) is not is_drawn, name
-            assert again[name].std() > 0.1 * draw(theirs[name]).std(), name
+        for name in theirs:
+            torch.testing.assert_close(found[name], whole(draw(theirs[name])), rtol=1e-12, atol=1e-12, msg=name)
     copies_agree(parallel)
 
 
 def both_models(path: str) -> tuple[Any, nn.Module]:
-    """Both without the unused parameter, which the parallel model has not, and with gradients."""
-    parallel, reference = parallel_of(net(), path), net()
-    reference.unused = None
+    """Both with gradients of all parameters."""
+    parallel, reference = parallel_of(without_unused(), path), without_unused()
     one_step(parallel)
     reference(**batch()).backward()
     return parallel, reference
@@ -105,13 +92,12 @@ def initialise_with_a_seed_of_each_rank(plan: str) -> None:
 
 def noise_on_gradients(plan: str) -> None:
     parallel, reference = both_models(plan)
-    if not staged(parallel):
-        draw_alike(
-            parallel,
-            reference,
-            lambda p: nn.functional.dropout(p.detach() + 1, 0.4),
-            lambda p: torch.bernoulli(p.detach().sigmoid()),
-        )
+    draw_alike(
+        parallel,
+        reference,
+        lambda p: nn.functional.dropout(p.detach() + 1, 0.4),
+        lambda p: torch.bernoulli(p.detach().sigmoid()),
+    )
     draw_alike(
         parallel,
         reference,
@@ -121,11 +107,6 @@ def noise_on_gradients(plan: str) -> None:
         lambda p: p.grad.data.uniform_(),
     )
     parallel, reference = both_models(plan)
-    if staged(parallel):
-        shared = dict(parallel.named_parameters())["words.weight"]
-        assert "words.weight, which several stages of a pipeline have" in refusal(lambda: nn.functional.dropout(shared * 2, 0.4))
-        assert "others than one process draws" in warning_of(lambda: torch.rand_like(shared))
-        return
     losses = []
     for model in (parallel, reference):
         torch.manual_seed(5)
@@ -209,39 +190,28 @@ def average_by_hand(plan: str) -> None:
         return average
 
     parallel = parallel_of(without_unused(), plan)
-    if staged(parallel):
-        with torch.no_grad():
-            said = refusal(lambda: next(iter(net().parameters())).add_(next(iter(parallel.parameters()))))
-        assert "average them by AveragedModel(parallel)" in said
-        return
     expected = dict(run(without_unused()).named_parameters())
     for name, mean in run(parallel).named_parameters():
         torch.testing.assert_close(mean, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def average_a_model_with_unused_parameters(plan: str) -> str:
-    """Its parallel model has fewer parameters, so that `zip` pairs wrong ones."""
-    parallel = parallel_of(net(), plan)
-    with torch.no_grad():
-        said = refusal(lambda: [mean.lerp_(p, 0.1) for mean, p in zip(net().parameters(), parallel.parameters(), strict=False)])
-    return ROWS["average_a_model_with_unused_parameters"][1] if staged(parallel) else said
+def positions_with_unused_parameters(plan: str) -> None:
+    """Learning rates by positions in the list of parameters; the last of which are frozen."""
 
+    def run(model: nn.Module) -> list[float]:
+        for parameter in list(model.parameters())[-2:]:
+            parameter.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.01 * 0.9**at} for at, p in enumerate(trained)])
+        return train(model, [batch(seed) for seed in range(3)], optimizer).losses
 
-def positions_with_unused_parameters(plan: str) -> str:
-    """Learning rates by positions in the list of parameters."""
-    return warning_of(lambda: autopar.parallelize(net(), cluster(), batch(), plan=plan))
+    assert not (wrong := different_numbers("loss", run(parallel_of(net(), plan)), run(net()), 1e-9)), wrong
 
 
 def copy_both_ways(plan: str) -> None:
     parallel, reference = parallel_of(without_unused(), plan), without_unused()
     pairs = [(p, reference.get_parameter(name)) for name, p in parallel.named_parameters()]
     with torch.no_grad():
-        if staged(parallel):
-            assert "parallel.load_state_dict(state)" in refusal(lambda: pairs[0][0].copy_(pairs[0][1]))
-            for layer in parallel.layers:  # by name it is refused on all ranks, on those of other stages too
-                weight, values = layer.up.weight, torch.ones(layer.up.weight.shape, dtype=torch.float64)
-                assert "parallel.load_state_dict(state)" in refusal(lambda weight=weight, own=values: weight.data.copy_(own))
-            return
         for mine, theirs in pairs:
             mine.copy_(theirs * 2)
             mine.mul_(torch.full_like(theirs, 0.5)).add_(theirs)
@@ -306,7 +276,7 @@ def filter_gradients(plan: str) -> None:
 def reduce_gradients_by_hand(plan: str) -> str:
     parallel = parallel_of(net(), plan)
     one_step(parallel)
-    parameter = next(iter(parallel.parameters()))
+    parameter = next(each for each in parallel.parameters() if each.grad is not None)
     said = refusal(lambda: dist.broadcast(parameter.data, 0))
     assert "broadcast of a DTensor" in said
     return refusal(lambda: dist.all_reduce(parameter.grad))
