@@ -13,9 +13,11 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import TracebackType
 
+import torch
+
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
-from .compat.checkpoints import before_full_states, boxes_in_checkpoints, groups_in_checkpoints
+from .compat.checkpoints import before_full_states, boxes_in_checkpoints
 from .compat.hooks import (
     after_unscaling,
     data_by_values,
@@ -34,6 +36,7 @@ from .plain.sharded_state_dict import refuse_parts_of_states
 from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
+from .state.stage_tensors import Holders, OnAnotherStage
 from .step.out_of_memory import latest_answer
 from .tensors.mixed_operations import mix_whole_tensors
 from .tensors.random_draws import draw_whole_tensors
@@ -84,7 +87,6 @@ def _patches() -> ExitStack:
         write_through_views,  # calls the handlers above
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
-        groups_in_checkpoints,
         refuse_parts_of_states,
         lambda: muon_updates(batches_of, updates_by_owners),
         # gradients
@@ -101,7 +103,12 @@ def _patches() -> ExitStack:
     return patches
 
 
-_patches_of_pipelines = cache(follow_stages)  # others leave most of DTensor's operations to its own dispatch, which is faster
+@cache
+def _patches_of_pipelines() -> ExitStack:
+    """Those of pipelines alone: other models leave most of DTensor's operations to its own dispatch, which is faster."""
+    patches = follow_stages()
+    patches.enter_context(torch.serialization.safe_globals([Holders, OnAnotherStage]))  # in the state of an optimizer
+    return patches
 
 
 @contextmanager

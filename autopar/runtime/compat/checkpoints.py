@@ -1,18 +1,17 @@
-"""Hooks of torch.distributed.checkpoint that torch 2.13.0 does not offer, as those of `hooks`: its full states, the groups of an
-optimizer on the stages of a pipeline, and shards of several boxes."""
+"""Hooks of torch.distributed.checkpoint that torch 2.13.0 does not offer, as those of `hooks`: its full states, and shards
+of several boxes."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from .dtensor import boxes
 from .hooks import replaced
@@ -30,44 +29,6 @@ def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractC
         return usual(state, info)
 
     return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
-
-
-def groups_in_checkpoints() -> ExitStack:
-    """Hide the groups of an optimizer that have no elements from torch.distributed.checkpoint: 2.13.0 finds a group by its first
-    parameter, of which a stage of a pipeline may have none (or a stand-in, which has no name)."""
-    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    hooks = ExitStack()
-    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
-        usual = getattr(outer, name)
-
-        def call(model: Any, optimizers: Any, *args: Any, usual: Any = usual) -> Any:
-            with ExitStack() as stack:
-                for optimizer in optimizers:
-                    stack.enter_context(_without_empty_groups(optimizer))
-                out = usual(model, optimizers, *args)
-                return _NoGroups() if out == {} and not any(each.param_groups for each in optimizers) else out
-
-        hooks.enter_context(replaced(outer, name, call))
-    return hooks
-
-
-class _NoGroups(dict[str, Any]):
-    """The flat state of an optimizer of a stage that has none of its parameters: torch refuses an empty one."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-@contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    every = optimizer.param_groups
-    empty = {n: group for n, group in enumerate(every) if not any(each.numel() for each in group["params"])}
-    optimizer.param_groups = [group for n, group in enumerate(every) if n not in empty]
-    try:
-        yield
-    finally:
-        for n, group in empty.items():
-            optimizer.param_groups.insert(n, group)
 
 
 def boxes_in_checkpoints() -> ExitStack:

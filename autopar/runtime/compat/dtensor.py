@@ -118,14 +118,15 @@ def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def without_elements(
-    kind: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh
+def with_local(
+    kind: type[Any], local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
 ) -> Any:
-    """An instance of `kind`, a subclass of DTensor, of this shape, of which this rank has no elements. Seen on 2.13.0."""
-    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    """An instance of `kind` (DTensor, or a subclass), replicated over the mesh, whose part on this rank is `local`, on its own
+    device, and of any shape: `DTensor.from_local` moves it, and takes an empty shape for none. Seen on 2.13.0."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     with torch.inference_mode(False):
-        return torch.Tensor._dtensor__new__(kind, torch.empty(0, dtype=dtype, device=device), spec, requires_grad=False)
+        return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)
 
 
 def placed_like(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ..compat.dtensor import replicated
+from ..compat.dtensor import with_local
 from ..compat.hooks import around_optimizer_steps
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked, own
@@ -89,9 +90,10 @@ class PlainModel:
     def complete(self, state: State, source: Callable[[str], Weight]) -> None:
         """Fetch the tensors that the program does not have (every rank calls it), and give the `state` the parameters."""
         wanted = [name for name in dict.fromkeys((*self.names.values(), *self.parameters)) if name not in state.index.specs]
-        self.unused = {name: whole_weight(source(name)).to(state.mesh.device, copy=True) for name in wanted}
+        self.unused = {name: whole_weight(source(name)).clone() for name in wanted}  # where the plain model has them
         for name in (each for each in self.parameters if each in self.unused):
-            parameter = nn.Parameter(replicated(self.unused[name], state.mesh.state_mesh), self.parameters[name])
+            value, mesh = self.unused[name], state.mesh.state_mesh
+            parameter = nn.Parameter(with_local(DTensor, value, mesh, value.shape, value.stride()), self.parameters[name])
             own(parameter, None, name)
             state.unused[name] = parameter
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat.dtensor import gathered, replicated, without_elements
+from ..compat.dtensor import gathered, over_local, replicated, with_local
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 
@@ -38,10 +38,6 @@ class Pipeline:
         """Itself: a copy of a parameter is on the same stages."""
         return self
 
-    def __reduce__(self) -> Any:
-        """Nothing: a tensor that is read from a file belongs to the pipeline of that process."""
-        return type(None), ()
-
     def receive(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Return `value` as that stage has it. All ranks call it."""
         with watched(self.heartbeat, "a value that all stages of the pipeline compute together"):
@@ -54,6 +50,10 @@ class Holders(NamedTuple):
 
     pipeline: Pipeline
     stages: frozenset[int]
+
+    def __reduce__(self) -> Any:
+        """The stages alone, in what ``torch.load(weights_only=True)`` reads: the pipeline is that of the process which loads."""
+        return Holders, (None, tuple(self.stages))
 
     @property
     def here(self) -> bool:
@@ -75,6 +75,12 @@ class OnAnotherStage(DTensor):
     def data(self, value: torch.Tensor) -> None:
         for_holders(self, value)
 
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> OnAnotherStage:  # of what torch.compile traces
+        out: OnAnotherStage = over_local(OnAnotherStage, DTensor.__tensor_unflatten__(inner, spec, size, stride))
+        out.message = ""
+        return out
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stages = ", ".join(map(str, sorted(holders.stages))) if (holders := holders_of(self)) else "?"
         return f"OnAnotherStage(shape={tuple(self.shape)}, dtype={self.dtype}, stage={stages})"
@@ -93,7 +99,8 @@ def holders_of(value: Any) -> Holders | None:
     holders: Holders | None = value.__dict__.get("autopar_holders")
     if holders is not None and holders.pipeline is None:  # from a file
         pipeline = pipeline_of(value)
-        holders = value.__dict__["autopar_holders"] = None if pipeline is None else Holders(pipeline, holders.stages)
+        holders = None if pipeline is None else Holders(pipeline, frozenset(holders.stages))
+        value.__dict__["autopar_holders"] = holders
     return holders
 
 
@@ -116,7 +123,9 @@ def on_another_stage(
     """Return a tensor that `holders` hold, as the other stages have it."""
     mesh = holders.pipeline.mesh
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))] if stride is None else stride
-    out: OnAnotherStage = without_elements(OnAnotherStage, shape, strides, dtype, mesh.device, mesh.state_mesh)
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=dtype, device=mesh.device)
+    out: OnAnotherStage = with_local(OnAnotherStage, empty, mesh.state_mesh, shape, strides)
     out.message = message
     return held_by(out, holders)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..compat.autograd import apply, in_backward
+from ..compat.autograd import apply, has_data, in_backward
 from ..compat.compile import is_traced
 from ..compat.dtensor import local_of, meta_like, operations_of_shards, usual_operation
 from ..compat.hooks import replaced, shard_operations
@@ -88,10 +88,12 @@ class _running:
 
 def _followed_by(usual: Operation) -> Operation:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
-        if _inside.get() or is_traced():
+        if _inside.get():
             return usual(op, args, kwargs)
         with _running():
             operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
+            if is_traced() and not has_data(local_of(operands[0])):  # an optimizer makes its state while it is traced
+                return usual(op, args, kwargs)
             if not any(map(holders_of, operands)) or _asks_of_shape(op):
                 return usual(op, args, kwargs)
             with compared_before(op, args):
