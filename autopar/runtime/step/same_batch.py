@@ -3,7 +3,7 @@ ranks that go on with the outputs in different ways: so are the gradients that c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -47,9 +47,9 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
     return total ^ hash(tuple(tensor.shape)) >> 1
 
 
-def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local: bool) -> None:
+def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local: bool, whole: Container[str] = ()) -> None:
     """Raise a BatchError on every rank where ranks passed different batches. All ranks call it. A `local` batch is this data
-    rank's part, equal along the other axes only."""
+    rank's part, equal along the other axes only, but for the inputs that have no batch dimension (`whole`)."""
     if not several_ranks():
         return
     # of a DTensor ranks hold different shards
@@ -57,10 +57,10 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local
     checksums: list[dict[str, int]] = gather(own)
     first: dict[int, int] = {}
     for rank, each in enumerate(checksums):
-        other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
-        different = next((name for name in own if checksums[other].get(name) != each.get(name)), None)
-        if different is not None:
-            raise BatchError(_message(mesh, different, (other, rank), local))
+        other = first.setdefault(mesh.data_coordinate(rank), rank)
+        for name in own:
+            if checksums[one := other if local and name not in whole else 0].get(name) != each.get(name):
+                raise BatchError(_message(mesh, name, (one, rank), local, whole))
 
 
 def record_gradient(output: torch.Tensor, path: str, found: dict[str, list[float]]) -> None:
@@ -93,12 +93,17 @@ def check_same_gradients(mesh: MeshHandle, found: Mapping[str, list[float]]) -> 
             )
 
 
-def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:
+def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool, whole: Container[str]) -> str:
     one, other = (mesh.describe(rank) for rank in ranks)
-    if local:
+    if local and name not in whole:
         return (
             f"{one} and {other} passed different parts (input {name}), and have the same place on {DATA_AXIS}: "
             "take the part from parallel.sampler(dataset), which gives ranks of the other axes equal ones"
+        )
+    if local:
+        return (
+            f"{one} and {other} passed different values of {name}, which has no batch dimension and so is one for the whole "
+            "batch: pass the same on every rank (a count: that of the global batch, summed over the data ranks)"
         )
     return (
         f"{one} and {other} passed different batches (input {name}): pass the global batch on every rank, or each rank's own "

@@ -105,6 +105,31 @@ def different_local_parts(plan: str) -> str:
     return refusal(lambda: parallel(parallel.local_batch(**part)))
 
 
+class Counted(nn.Module):
+    """Divides by a count that is passed beside the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().sum() / count
+
+
+@under("dp=2,tp=1,zero=3")
+def count_beside_local_parts(force: str) -> str:
+    torch.manual_seed(0)
+    plain, x = Counted(), batch()["x"]
+    parallel = autopar.parallelize(copy.deepcopy(plain), cluster(), (x, torch.tensor(3)), force=force, cache=False)
+    dp = parallel.program.mesh.dp
+    part, own = x.chunk(dp.size)[dp.coordinate], 5 + dp.coordinate
+    same = parallel(parallel.local_batch(part, torch.tensor(5)))
+    torch.testing.assert_close(same.detach(), plain(x, torch.tensor(5)).detach())
+    if dp.size == 1:
+        return ROWS["count_beside_local_parts"][1]
+    return refusal(lambda: parallel(parallel.local_batch(part, torch.tensor(own))))
+
+
 def one_rank_with_a_wrong_batch(plan: str) -> str:
     parallel, wrong = parallel_of(net(), plan), batch()
     if dist.get_rank() == 1:
