@@ -85,8 +85,8 @@ class Parallel(ShardedModule):
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`results.build_result`); without it a call returns the loss, or a namespace of it and the
-        outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
+        outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and in
+        one of `check_batch_every` (`ComparedCalls`). In one of `check_every` steps the loss has to be finite, and copies of
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
         other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step` and
         `expert_prices`. `cuda_graph`: training steps of its batch's sizes are captured and replayed (`StepGraph`).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Variant:
     fixed_batch: int = 0
     graph: StepGraph | None = None
     lacks: Missing = ()
+    calls_by_mode: Counter[Hashable] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.training = self.program.training

@@ -3,7 +3,9 @@ ranks that go on with the outputs in different ways: so are the gradients that c
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Container, Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,10 +22,29 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x5851F42D4C957F2D
 
 
-def is_checked(call: int, every: int) -> bool:
-    """Return whether the batches of this call (from 0) are compared: the first ones, then one of `every`; none where that is
-    0."""
-    return bool(every) and (call < FIRST_CALLS or call % every == 0)
+@dataclass
+class ComparedCalls:
+    """Counts calls, and chooses those in which ranks compare their batches, alike on all ranks: the first ones and one of `every`
+    (none where that is 0), the first ones of each program in each mode, and the first after a change between training and
+    evaluation, for which scripts take another loader. Modes that change within `FIRST_CALLS` calls, as those of actor and critic,
+    are left out: comparing takes a collective."""
+
+    every: int
+    number: int = 0
+    mode: Hashable = None
+    calls_in_mode: int = 0
+
+    def is_regular(self) -> bool:
+        """Return whether the next call is one of the first ones, or one of `every`."""
+        return bool(self.every) and (self.number < FIRST_CALLS or self.number % self.every == 0)
+
+    def compares(self, mode: Hashable, calls_by_mode: Counter[Hashable]) -> bool:
+        """Return whether the next call compares, and count it, also in the calls of its program."""
+        regular, changed = self.is_regular(), mode != self.mode
+        after_change = changed and self.calls_in_mode > FIRST_CALLS
+        self.number, self.mode, self.calls_in_mode = self.number + 1, mode, 1 if changed else self.calls_in_mode + 1
+        calls_by_mode[mode] += 1
+        return regular or bool(self.every) and (after_change or calls_by_mode[mode] <= FIRST_CALLS)
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from support.models.habit_model import BATCH, WIDTH, batch, net
 from torch import nn
 
 import autopar
+from autopar.runtime.step.same_batch import FIRST_CALLS
 
 
 def global_batch(plan: str) -> None:
@@ -75,6 +76,25 @@ def different_batches(plan: str) -> str:
         one_step(parallel)
     assert said == refusal(lambda: parallel(**batch(dist.get_rank())))  # call 4 is one of four
     return said
+
+
+def different_batches_in_evaluation(plan: str) -> str:
+    """In the first evaluation, and in one after it."""
+    parallel = parallel_of(net(), plan)
+
+    def epoch(seed: int) -> None:
+        parallel.train()
+        for _ in range(FIRST_CALLS + 1):
+            one_step(parallel)
+        parallel.eval()
+        with torch.no_grad():
+            parallel(**batch(seed))
+
+    first = refusal(lambda: epoch(dist.get_rank()))
+    for _ in range(FIRST_CALLS):
+        epoch(0)
+    assert first == refusal(lambda: epoch(dist.get_rank()))
+    return first
 
 
 def local_parts(plan: str) -> None:
