@@ -47,6 +47,7 @@ from .step.inputs import LocalBatch, arguments_by_name
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
 from .step.step_graph import step_graph
+from .tensors.copies import share_copies
 from .variants import MakeVariant, Variant, Variants
 
 
@@ -281,11 +282,12 @@ class Parallel(ShardedModule):
         return self
 
     def __deepcopy__(self, memo: Any) -> Parallel:
-        """A parallel model with weights of its own (all ranks must call)."""
+        """A parallel model with weights of its own (all ranks must call), which an optimizer that is copied with it has."""
         copy: Parallel | None = memo.get(id(self))
         if copy is None:
             with self._watch("the copy of the model"), outside_of_inference():
                 copy = memo[id(self)] = _copied(self)
+            share_copies(self, copy, memo)
         return copy
 
 
