@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, StateError
-from autopar.runtime.checkpoint.random_state import generators, set_generators
 from autopar.runtime.parallel import Parallel
 
 
@@ -64,26 +63,6 @@ def first_on_ranks(condition: str) -> Callable[[Any], AbstractContextManager[Non
             wait_for_all()
 
     return goes_first
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """The global random state is afterwards what it was before."""
-    host = torch.device("cpu")
-    states = generators(host)
-    try:
-        yield
-    finally:
-        set_generators(states, host)
-
-
-def first_batch(loader: Any) -> Any:
-    """The first batch of a loader, prepared by accelerate or not; the global random state is not touched."""
-    plain = getattr(loader, "base_dataloader", loader)
-    with preserved_rng():
-        for batch in plain:
-            return batch
-    raise AutoparError("the data loader is empty, and the plan needs a batch: give it data, or pass example_inputs")
 
 
 class MovedOptimizer:
