@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .comm.agreement import refused_together, require_agreement, stated_step
-from .compat.autograd import in_backward, outside_of_checkpoint, outside_of_inference
+from .compat.autograd import in_backward, in_transform, outside_of_checkpoint, outside_of_inference
 from .device.autocast import autocast_of, under_autocast
 from .device.rng import seed_stream
 from .errors import BatchError, RuntimeProblem
@@ -57,6 +57,12 @@ class Calls:
 
     def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
         """Return the result of a call. `training`: the mode of the whole model."""
+        if in_transform():
+            raise RuntimeProblem(
+                "transforms of torch.func (grad, vjp, jacrev, vmap, jvp) and forward-mode derivatives do not reach into a "
+                "parallel model: take x.requires_grad_() and torch.autograd.grad or torch.autograd.functional.jacobian, and the "
+                "whole batch in place of vmap"
+            )
         # the plan says what is recomputed; programs and gathered weights that are made in inference mode could never train
         with outside_of_checkpoint(), outside_of_inference():
             return self._call(args, batch, training)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..compat.autograd import apply, graph_of
+from ..compat.autograd import apply, graph_of, is_batched
 from ..compat.dtensor import whole
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import collective_operations
@@ -38,7 +38,15 @@ def parameter_gradients(
 ) -> Any:  # fmt: skip
     """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
     and reduces. All ``.grad`` stay as they are, but for those of ``backward(inputs=...)``. NotImplemented for all else.
-    RuntimeProblem for a graph of these gradients, also without `inputs`. `accumulate`: add to the ``.grad`` of these inputs."""
+    RuntimeProblem for a graph of these gradients, also without `inputs`, and for several backwards at once. `accumulate`: add to
+    the ``.grad`` of these inputs."""
+    if any(each is not None and is_batched(each) for each in gradients):
+        if any("autopar" in node.metadata for node in graph_of(results)):
+            raise RuntimeProblem(
+                "a backward through a parallel model has one gradient at a time: leave is_grads_batched=True (vectorize=True) "
+                "out, and call torch.autograd.grad for each"
+            )
+        return NotImplemented
     if inputs and not any(place_of(each)[1] for each in inputs):
         return NotImplemented
     nodes = list(graph_of(results))

@@ -152,6 +152,23 @@ def test_callbacks_run_at_the_end_of_backward() -> None:
     assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not autograd.in_backward()
 
 
+def test_transforms_and_batched_gradients_are_seen() -> None:
+    seen, x = [], torch.ones(2, requires_grad=True)
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.in_transform())
+        return x.square()
+
+    torch.func.grad(lambda x: square(x).sum())(x), torch.func.vmap(square)(x), torch.func.jvp(square, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        square(x)
+    y = square(x)
+    y.grad_fn.register_prehook(lambda gradients: seen.append(autograd.is_batched(gradients[0])))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, True, True, True, False, True, False]
+
+
 def test_strided_shard_cuts_the_minor_part() -> None:
     placement = dtensor.strided_shard(0, 3)
     pieces, _ = placement._split_tensor(torch.arange(12), 2, with_padding=False)
