@@ -341,8 +341,7 @@ class Variants:
             same_call, same_backwards, same_changes, *_ = (least == most).tolist()
             self.trains, seeds = bool(most[3]), most[6:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
-                stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
-                require_agreement({"a call with": stated}, describe)
+                require_agreement({"a call with": Stated(call.words(), call.remedy())}, describe)
             if not same_backwards:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe

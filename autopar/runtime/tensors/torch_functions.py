@@ -91,6 +91,12 @@ def refuse_collectives() -> AbstractContextManager[None]:
 
 def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
     word = str(op).removeprefix("c10d.").partition(".")[0].strip("_")
+    if word == "broadcast":  # of parameters, which ZeroRedundancyOptimizer sends after its step
+        raise StateError(
+            "broadcast of a DTensor, which has one value on all ranks: leave it out, or pass x.full_tensor(); in place of an "
+            "optimizer that shards its state (ZeroRedundancyOptimizer) take the one inside of it (torch.optim.AdamW), whose "
+            "state the plan shards"
+        )
     raise StateError(
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"

@@ -125,6 +125,17 @@ def different_local_parts(plan: str) -> str:
     return refusal(lambda: parallel(parallel.local_batch(**part)))
 
 
+@under("dp=2,tp=1,zero=3")
+def uneven_local_parts(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    dp = parallel.program.mesh.dp
+    if dp.size == 1:
+        return ROWS["uneven_local_parts"][1]
+    said = refusal(lambda: parallel(parallel.local_batch(**batch(0, 4 if dp.coordinate else 5))))
+    assert "a local_batch of 4" in said and "a local_batch of 5" in said
+    return said
+
+
 class Counted(nn.Module):
     """Divides by a count that is passed beside the batch."""
 
