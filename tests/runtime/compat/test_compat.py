@@ -74,7 +74,7 @@ def elementwise(axes: dict[str, int]) -> list[str]:
             (aten.add.Tensor, (b,), {"alpha": 2}), (aten.sqrt.default, (), {}), (aten.zeros_like.default, (), {}),
             (aten.clone.default, (), {}), (aten.gt.Tensor, (b,), {}), (aten.zeros_like.default, (), {"dtype": torch.float32}),
         ):  # fmt: skip
-            assert dtensor._is_elementwise(op) and dtensor._placed_alike((a, *args), kwargs)
+            assert dtensor.is_elementwise(op) and dtensor._placed_alike((a, *args), kwargs)
             mine, theirs = a.clone(), a.clone()
             made = dtensor.usual_operation(op, (mine, *args), kwargs)
             with patch.dict(dtensor.operations_of_shards(), clear=True):
@@ -102,7 +102,7 @@ def test_elementwise_operations_are_those_of_dtensor(ranks: RankPool) -> None:
     assert ranks.run(elementwise, {"tp": 4}) == [[]] * 4
     assert ranks.run(left_to_dtensor, {"tp": 4}) == [[False] * 5] * 4
     for op in (torch.ops.aten.add.out, torch.ops.aten.equal.default, torch.ops.aten.sum.default, torch.ops.aten.normal_.default):
-        assert not dtensor._is_elementwise(op)
+        assert not dtensor.is_elementwise(op)
 
 
 def rows(axes: dict[str, int]) -> list[list[float]]:
