@@ -130,8 +130,9 @@ def parallelize(
     `expert_load` is how unevenly experts are expected to be loaded, `document_lengths` what packed sequences are made of (see
     `make_plan`). A rank that dies, stops or fails makes all
     others end within `patience_seconds` with an error that names it; one that never joins, within `join_seconds`. Ranks compare
-    their batches in the first three calls and then in one of `check_batch_every` (0: never). In one of `check_every` steps (0:
-    never) a loss that is not finite, and replicas of parameters that have drifted apart, are errors that name the place.
+    their batches in the first calls of all, and of each program in training and in evaluation, and in one of `check_batch_every`
+    (0: never). In one of `check_every` steps (0: never) a loss that is not finite, and replicas of parameters that have drifted
+    apart, are errors that name the place.
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With

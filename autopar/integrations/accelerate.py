@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.integrations.first_batch import first_batch
 from autopar.integrations.one_device import (
     MovedOptimizer,
-    first_batch,
     first_on_ranks,
     inner_optimizer,
     loss_scaler,

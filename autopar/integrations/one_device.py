@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, find_batch_size
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from autopar.errors import AutoparError, StateError
-from autopar.runtime.checkpoint.random_state import generators, set_generators
 from autopar.runtime.parallel import Parallel
 
 
@@ -36,8 +37,31 @@ def present_as_one_device() -> None:
 
 def read_on_every_rank(accelerator: Any) -> None:
     """Let every rank read its loaders, those of an IterableDataset too: accelerate's dispatcher would read on rank 0 alone, and
-    sends nothing to the others where it counts one process."""
+    sends nothing to the others where it counts one process. As the dispatcher does, they say how many examples the last batch
+    has, by which `gather_for_metrics` cuts what is repeated for each example of a batch."""
     accelerator.dataloader_config.dispatch_batches = False
+    prepare = accelerator.prepare_data_loader
+
+    def prepare_data_loader(*args: Any, **keywords: Any) -> Any:
+        loader = prepare(*args, **keywords)
+        if type(loader) is DataLoaderShard and isinstance(loader.dataset, IterableDataset):
+            # its own __class__ is a property, which shows the class of the loader inside
+            vars(object)["__class__"].__set__(loader, StreamLoader)
+        return loader
+
+    accelerator.prepare_data_loader = prepare_data_loader
+
+
+class StreamLoader(DataLoaderShard):  # type: ignore[misc, unused-ignore]
+    """A loader of accelerate that sets its `remainder` to the size of the last batch, where its data set has no length."""
+
+    remainder: int
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if self.end_of_dataloader:
+                self.remainder = find_batch_size(batch) or self.remainder
+            yield batch
 
 
 def on_ranks(condition: str) -> Callable[..., Any]:
@@ -64,26 +88,6 @@ def first_on_ranks(condition: str) -> Callable[[Any], AbstractContextManager[Non
             wait_for_all()
 
     return goes_first
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """The global random state is afterwards what it was before."""
-    host = torch.device("cpu")
-    states = generators(host)
-    try:
-        yield
-    finally:
-        set_generators(states, host)
-
-
-def first_batch(loader: Any) -> Any:
-    """The first batch of a loader, prepared by accelerate or not; the global random state is not touched."""
-    plain = getattr(loader, "base_dataloader", loader)
-    with preserved_rng():
-        for batch in plain:
-            return batch
-    raise AutoparError("the data loader is empty, and the plan needs a batch: give it data, or pass example_inputs")
 
 
 class MovedOptimizer:

@@ -27,9 +27,9 @@ from transformers.trainer_utils import seed_worker
 from autopar.api import parallelize as make_parallel
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.integrations.first_batch import first_batch
 from autopar.integrations.one_device import (
     MovedOptimizer,
-    first_batch,
     inner_optimizer,
     load_optimizer,
     load_weights,

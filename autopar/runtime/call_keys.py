@@ -48,13 +48,23 @@ class KeyedCall(NamedTuple):
     batch: int
     times: int
 
+    def remedy(self) -> str:
+        """Return how to mend a call that differs between ranks."""
+        if self.times == 1:
+            return "call it alike on every rank, with the global batch or with local_batch on all"
+        return (
+            "pass parts of one size on all ranks: take examples from parallel.sampler(dataset), which gives each rank as many, "
+            "and pad them to one length over the ranks (a fixed one, or parallel.sampler(dataset, lengths=...))"
+        )
+
     def words(self) -> str:
         """Return the call in the words of a message."""
         inputs = ", ".join(f"{path} {text}" for path, text in self.key.leaves)
         trained = f", with gradients of {self.key.unfrozen[0]} ..." if self.key.unfrozen else ""
         cast = f", under torch.autocast({self.key.autocast})" if self.key.autocast else ""
         changed = "".join(f", {place} {text or 'gone'}" for place, text in self.key.changed[:3])
-        return f"{inputs}, batch {self.batch}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
+        size = f"batch {self.batch}" if self.times == 1 else f"a local_batch of {self.batch // self.times}"
+        return f"{inputs}, {size}{'' if all(self.key.modes) else ', in evaluation'}{trained}{cast}{changed}"
 
 
 class Sight(NamedTuple):

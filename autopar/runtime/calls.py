@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from .comm.agreement import refused_together, require_agreement, stated_step
-from .compat.autograd import in_backward, outside_of_checkpoint, outside_of_inference
+from .compat.autograd import in_backward, in_transform, outside_of_checkpoint, outside_of_inference
 from .device.autocast import autocast_of, under_autocast
 from .device.rng import seed_stream
 from .errors import BatchError, RuntimeProblem
-from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep
 from .plain.assignments import Assignments
 from .plain.plain_model import PlainModel, check_parameters
@@ -26,7 +25,7 @@ from .step.micro_batches import StepResult
 from .step.out_of_memory import WatchedWork
 from .step.outputs import returned_outputs
 from .step.results import Lacks, build_result, plain_result
-from .step.same_batch import check_same_batch, check_same_gradients, is_checked, record_gradient
+from .step.same_batch import ComparedCalls, check_same_batch, check_same_gradients, record_gradient
 from .step.step_checks import StepChecks, watch_weights
 from .tensors.torch_functions import mark_result, with_plain_gradient
 from .variants import Variant, Variants
@@ -35,8 +34,7 @@ from .variants import Variant, Variants
 @dataclass(eq=False)
 class Calls:
     """Runs the calls of one parallel model. `variants`: its programs (None for an exported program, which is the `first` one).
-    `nodes`: its modules, whose modes are those of a call. Ranks compare checksums of their batches in the first calls and then in
-    one of `check_batch_every` (0: never)."""
+    `nodes`: its modules, whose modes are those of a call. `check_batch_every`: of `ComparedCalls`."""
 
     first: Variant
     variants: Variants | None
@@ -47,7 +45,6 @@ class Calls:
     plain: PlainModel | None
     program_digest: str
     check_batch_every: int
-    number: int = 0
     compared: bool = False
     gradients: dict[str, list[float]] = field(default_factory=dict)
     """Two numbers of each gradient that came back in the last step, before a call that is checked."""
@@ -56,9 +53,16 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.program, self.state, self.heartbeat = self.first.program, self.first.state, self.watch.heartbeat
+        self.compared_calls = ComparedCalls(self.check_batch_every)
 
     def run(self, args: tuple[Any, ...], batch: dict[str, Any], training: bool) -> Any:
         """Return the result of a call. `training`: the mode of the whole model."""
+        if in_transform():
+            raise RuntimeProblem(
+                "transforms of torch.func (grad, vjp, jacrev, vmap, jvp) and forward-mode derivatives do not reach into a "
+                "parallel model: take x.requires_grad_() and torch.autograd.grad or torch.autograd.functional.jacobian, and the "
+                "whole batch in place of vmap"
+            )
         # the plan says what is recomputed; programs and gathered weights that are made in inference mode could never train
         with outside_of_checkpoint(), outside_of_inference():
             return self._call(args, batch, training)
@@ -80,7 +84,7 @@ class Calls:
         if self.variants is not None:
             self.variants.autocast = autocast
         # a stage of a pipeline sees only its own parameters: what it refuses in a call that is checked is refused on all
-        mesh, checked = self.program.mesh, is_checked(self.number, self.check_batch_every)
+        mesh, checked = self.program.mesh, self.compared_calls.is_regular()
         asked = checked and mesh.pp.size > 1 and self.heartbeat is not None
         with self.watch("the check of parameters"), refused_together(mesh.describe, asked=asked):
             more = self.variants is not None and not self.first.overlaps_steps
@@ -90,8 +94,9 @@ class Calls:
                 self.plain.check_unchanged(self._equals)
                 if not autocast and (self.program.forward_only or not torch.is_grad_enabled()):
                     self.plain.warn_of_slow_path(self.nodes)
+        mode = (training, torch.is_grad_enabled())
         variant, training = self._variant(args, batch, training)
-        inputs = self._inputs(variant.program, args, batch)
+        inputs = self._inputs(variant, mode, args, batch)
         drawn = seed_stream.counts() if in_backward() else None
         if drawn is None:
             begin_call(self.program)
@@ -129,7 +134,7 @@ class Calls:
                     self.heartbeat.watch_backward(output)
                 if not self.first.overlaps_steps:
                     watch_weights(output, self.state)
-                if is_checked(self.number, self.check_batch_every):  # the next call compares
+                if self.compared_calls.is_regular():  # the next call compares
                     record_gradient(output, path, self.gradients)
         if variant.form is None:
             return plain_result(program, loss, outputs)
@@ -180,12 +185,14 @@ class Calls:
                 "self.training?): call train(), or evaluate the original model with parallel.full_state()"
             )
 
-    def _inputs(self, program: Program, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _inputs(
+        self, variant: Variant, mode: tuple[bool, ...], args: tuple[Any, ...], batch: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
         """Return this rank's part of the batch. BatchError where it does not fit, or where ranks passed different ones; before
         the first step all ranks compare the structure of their batches, programs and versions too."""
-        first = args[0] if len(args) == 1 else None
-        local, checked = isinstance(first, LocalBatch), is_checked(self.number, self.check_batch_every)
-        self.number += 1
+        program, first = variant.program, args[0] if len(args) == 1 else None
+        local = isinstance(first, LocalBatch)
+        checked = self.compared_calls.compares((*mode, local), variant.calls_by_mode)
         comparing = self.heartbeat is not None and not self.compared
         asked, mesh, words = comparing or checked, self.program.mesh, " was given another batch than this rank"
         with self.watch("comparing the ranks") if asked else contextlib.nullcontext():
@@ -204,7 +211,8 @@ class Calls:
                 self.compared = True
         if checked:
             with self.watch("the comparison of batches"):
-                check_same_batch(mesh, whole, local)
+                shapes = program.input_shapes.items()
+                check_same_batch(mesh, whole, local, {name for name, shape in shapes if shape[:1] != (None,)})
                 check_same_gradients(mesh, self.gradients)
                 self.gradients.clear()
         return inputs

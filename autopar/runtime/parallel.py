@@ -47,6 +47,7 @@ from .step.inputs import LocalBatch, arguments_by_name
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .step.step_checks import StepChecks
 from .step.step_graph import step_graph
+from .tensors.copies import share_copies
 from .variants import MakeVariant, Variant, Variants
 
 
@@ -85,8 +86,8 @@ class Parallel(ShardedModule):
     ) -> None:
         """`source` gives full tensors by original name. `compile`: a backend of torch.compile, or True for inductor. `form`: the
         structure of the model's result (`results.build_result`); without it a call returns the loss, or a namespace of it and the
-        outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and then
-        in one of `check_batch_every` (0: never). In one of `check_every` steps the loss has to be finite, and copies of
+        outputs. `plain`: the model that it was made from. Ranks compare checksums of their batches in the first calls and in
+        one of `check_batch_every` (`ComparedCalls`). In one of `check_every` steps the loss has to be finite, and copies of
         parameters equal (`StepChecks`). `make_variant` captures and plans what calls in other modes, of other arguments and of
         other sizes compute; without it they are refused. `plan`: that of the program, with its `predicted_step` and
         `expert_prices`. `cuda_graph`: training steps of its batch's sizes are captured and replayed (`StepGraph`).
@@ -281,11 +282,12 @@ class Parallel(ShardedModule):
         return self
 
     def __deepcopy__(self, memo: Any) -> Parallel:
-        """A parallel model with weights of its own (all ranks must call)."""
+        """A parallel model with weights of its own (all ranks must call), which an optimizer that is copied with it has."""
         copy: Parallel | None = memo.get(id(self))
         if copy is None:
             with self._watch("the copy of the model"), outside_of_inference():
                 copy = memo[id(self)] = _copied(self)
+            share_copies(self, copy, memo)
         return copy
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Variant:
     fixed_batch: int = 0
     graph: StepGraph | None = None
     lacks: Missing = ()
+    calls_by_mode: Counter[Hashable] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.training = self.program.training
@@ -340,8 +341,7 @@ class Variants:
             same_call, same_backwards, same_changes, _, same_steps, *_ = (least == most).tolist()
             self.trains, seeds = bool(most[3]), most[5:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
-                stated = Stated(call.words(), "call it alike on every rank, with the global batch or with local_batch on all")
-                require_agreement({"a call with": stated}, describe)
+                require_agreement({"a call with": Stated(call.words(), call.remedy())}, describe)
             if not same_backwards:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe

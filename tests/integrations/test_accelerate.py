@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.harness.launch import launch
 from support.harness.rank_pool import RankPool
+from torch.utils.data import DataLoader, IterableDataset
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -88,3 +90,23 @@ def test_two_models_are_refused_with_the_remedy() -> None:
     student, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(AutoparError, match=r"leave out what does not \(a frozen teacher\), which may stay plain"):
         Accelerator(cluster="local:4", cpu=True).prepare(student, teacher)
+
+
+class Rows(IterableDataset[torch.Tensor]):
+    """Has no length, and a last batch that is smaller."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(21.0))
+
+
+def test_the_last_batch_of_a_stream_counts_by_its_examples() -> None:
+    """What the Trainer does with the loss of each batch: repeated for each example of a batch, then the mean."""
+    import accelerate
+
+    from autopar.integrations.accelerate import Accelerator
+
+    numbers = []
+    for accelerator in (Accelerator(cluster="local:4", cpu=True), accelerate.Accelerator(cpu=True)):
+        loader = accelerator.prepare(DataLoader(Rows(), 6))
+        numbers.append([accelerator.gather_for_metrics(batch.mean().repeat(6)).tolist() for _ in range(2) for batch in loader])
+    assert numbers[0] == numbers[1] and [len(each) for each in numbers[0]] == [6, 6, 6, 3] * 2

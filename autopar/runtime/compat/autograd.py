@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -110,6 +111,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Return whether this thread runs inside a backward. Seen on 2.13.0."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs now (grad, vmap), or forward-mode differentiation. Seen on 2.13.0."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of several at once, of ``is_grads_batched=True``. Seen on 2.13.0."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor))
 
 
 def graph_of(results: Iterable[torch.Tensor]) -> Iterator[Any]:

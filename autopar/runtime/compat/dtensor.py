@@ -27,7 +27,7 @@ def operations_of_shards() -> dict[Any, Callable[[Any, Any, Any], Any]]:
 
 def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation as DTensor does without an entry in `operations_of_shards`."""
-    if _is_elementwise(op) and _placed_alike(args, kwargs):
+    if is_elementwise(op) and _placed_alike(args, kwargs):
         return _on_parts(op, args, kwargs)
     handlers = operations_of_shards()
     own = handlers.pop(op, None)
@@ -39,7 +39,7 @@ def usual_operation(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def _is_elementwise(op: Any) -> bool:
+def is_elementwise(op: Any) -> bool:
     """Return whether an operation makes of each element one element, new or in the place of the first operand's. (`torch.equal`
     has the tag too.)"""
     schema = op._schema

@@ -3,7 +3,9 @@ ranks that go on with the outputs in different ways: so are the gradients that c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,10 +22,29 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x5851F42D4C957F2D
 
 
-def is_checked(call: int, every: int) -> bool:
-    """Return whether the batches of this call (from 0) are compared: the first ones, then one of `every`; none where that is
-    0."""
-    return bool(every) and (call < FIRST_CALLS or call % every == 0)
+@dataclass
+class ComparedCalls:
+    """Counts calls, and chooses those in which ranks compare their batches, alike on all ranks: the first ones and one of `every`
+    (none where that is 0), the first ones of each program in each mode, and the first after a change between training and
+    evaluation, for which scripts take another loader. Modes that change within `FIRST_CALLS` calls, as those of actor and critic,
+    are left out: comparing takes a collective."""
+
+    every: int
+    number: int = 0
+    mode: Hashable = None
+    calls_in_mode: int = 0
+
+    def is_regular(self) -> bool:
+        """Return whether the next call is one of the first ones, or one of `every`."""
+        return bool(self.every) and (self.number < FIRST_CALLS or self.number % self.every == 0)
+
+    def compares(self, mode: Hashable, calls_by_mode: Counter[Hashable]) -> bool:
+        """Return whether the next call compares, and count it, also in the calls of its program."""
+        regular, changed = self.is_regular(), mode != self.mode
+        after_change = changed and self.calls_in_mode > FIRST_CALLS
+        self.number, self.mode, self.calls_in_mode = self.number + 1, mode, 1 if changed else self.calls_in_mode + 1
+        calls_by_mode[mode] += 1
+        return regular or bool(self.every) and (after_change or calls_by_mode[mode] <= FIRST_CALLS)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -47,9 +68,9 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
     return total ^ hash(tuple(tensor.shape)) >> 1
 
 
-def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local: bool) -> None:
+def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local: bool, whole: Container[str] = ()) -> None:
     """Raise a BatchError on every rank where ranks passed different batches. All ranks call it. A `local` batch is this data
-    rank's part, equal along the other axes only."""
+    rank's part, equal along the other axes only, but for the inputs that have no batch dimension (`whole`)."""
     if not several_ranks():
         return
     # of a DTensor ranks hold different shards
@@ -57,10 +78,10 @@ def check_same_batch(mesh: MeshHandle, inputs: Mapping[str, torch.Tensor], local
     checksums: list[dict[str, int]] = gather(own)
     first: dict[int, int] = {}
     for rank, each in enumerate(checksums):
-        other = first.setdefault(mesh.data_coordinate(rank) if local else 0, rank)
-        different = next((name for name in own if checksums[other].get(name) != each.get(name)), None)
-        if different is not None:
-            raise BatchError(_message(mesh, different, (other, rank), local))
+        other = first.setdefault(mesh.data_coordinate(rank), rank)
+        for name in own:
+            if checksums[one := other if local and name not in whole else 0].get(name) != each.get(name):
+                raise BatchError(_message(mesh, name, (one, rank), local, whole))
 
 
 def record_gradient(output: torch.Tensor, path: str, found: dict[str, list[float]]) -> None:
@@ -93,12 +114,17 @@ def check_same_gradients(mesh: MeshHandle, found: Mapping[str, list[float]]) -> 
             )
 
 
-def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool) -> str:
+def _message(mesh: MeshHandle, name: str, ranks: tuple[int, int], local: bool, whole: Container[str]) -> str:
     one, other = (mesh.describe(rank) for rank in ranks)
-    if local:
+    if local and name not in whole:
         return (
             f"{one} and {other} passed different parts (input {name}), and have the same place on {DATA_AXIS}: "
             "take the part from parallel.sampler(dataset), which gives ranks of the other axes equal ones"
+        )
+    if local:
+        return (
+            f"{one} and {other} passed different values of {name}, which has no batch dimension and so is one for the whole "
+            "batch: pass the same on every rank (a count: that of the global batch, summed over the data ranks)"
         )
     return (
         f"{one} and {other} passed different batches (input {name}): pass the global batch on every rank, or each rank's own "

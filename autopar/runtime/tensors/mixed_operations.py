@@ -4,7 +4,7 @@ refuses: an ordinary tensor is the whole tensor, with one value on all ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..comm.heartbeat import glancing
 from ..compat.autograd import in_backward, mark_mixed, was_mixed
-from ..compat.dtensor import gathered, operations_of_shards, or_whole, replicated, usual_operation
+from ..compat.dtensor import gathered, is_elementwise, operations_of_shards, or_whole, replicated, usual_operation
 from ..compat.hooks import shard_operations
 from ..compat.torch_operations import new_results
 from ..errors import StateError
@@ -52,7 +52,11 @@ def mix_whole_tensors() -> AbstractContextManager[None]:
 
 def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
     def rule(op: Any, args: Any, kwargs: Any) -> Any:
-        return usual(op, args, kwargs) if op._schema.is_mutable else or_whole(usual, op, args, kwargs)
+        if op._schema.is_mutable:
+            return usual(op, args, kwargs)
+        # a product gathers shards: ranks that compute with matrices of their own (Muon by rank) wait for each other
+        with nullcontext() if is_elementwise(op) else glancing(_words(op, args)):
+            return or_whole(usual, op, args, kwargs)
 
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         if op._schema.name.startswith("aten::_foreach_") and len(parts := by_mesh(args[0])) > 1:
@@ -64,6 +68,12 @@ def _mixed_by(usual: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any]
         return _mixed(rule, op, args, kwargs)
 
     return run
+
+
+def _words(op: Any, args: Any) -> str:
+    """Return an operation of sharded tensors in the words of a message."""
+    shapes = " and ".join(str(tuple(each.shape)) for each in flat(args) if isinstance(each, DTensor))
+    return f"{op._schema.name.removeprefix('aten::')} of sharded tensors {shapes}"
 
 
 def _copy_all(op: Any, args: Any, kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..compat.autograd import apply, graph_of
+from ..compat.autograd import apply, graph_of, is_batched
 from ..compat.dtensor import whole
 from ..compat.hooks import shard_operations
 from ..compat.torch_operations import collective_operations
@@ -37,7 +37,15 @@ def parameter_gradients(
 ) -> Any:  # fmt: skip
     """Return ``torch.autograd.grad`` of a result of a parallel model by its parameters: those of a whole backward, which gathers
     and reduces. All ``.grad`` stay as they are, but for those of ``backward(inputs=...)``. NotImplemented for all else.
-    RuntimeProblem for a graph of these gradients, also without `inputs`. `accumulate`: add to the ``.grad`` of these inputs."""
+    RuntimeProblem for a graph of these gradients, also without `inputs`, and for several backwards at once. `accumulate`: add to
+    the ``.grad`` of these inputs."""
+    if any(each is not None and is_batched(each) for each in gradients):
+        if any("autopar" in node.metadata for node in graph_of(results)):
+            raise RuntimeProblem(
+                "a backward through a parallel model has one gradient at a time: leave is_grads_batched=True (vectorize=True) "
+                "out, and call torch.autograd.grad for each"
+            )
+        return NotImplemented
     if inputs and not any(map(name_of, inputs)):
         return NotImplemented
     nodes = list(graph_of(results))
@@ -82,6 +90,12 @@ def refuse_collectives() -> AbstractContextManager[None]:
 
 def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
     word = str(op).removeprefix("c10d.").partition(".")[0].strip("_")
+    if word == "broadcast":  # of parameters, which ZeroRedundancyOptimizer sends after its step
+        raise StateError(
+            "broadcast of a DTensor, which has one value on all ranks: leave it out, or pass x.full_tensor(); in place of an "
+            "optimizer that shards its state (ZeroRedundancyOptimizer) take the one inside of it (torch.optim.AdamW), whose "
+            "state the plan shards"
+        )
     raise StateError(
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"

@@ -23,6 +23,7 @@ from support.models.habit_model import BATCH, WIDTH, batch, net
 from torch import nn
 
 import autopar
+from autopar.runtime.step.same_batch import FIRST_CALLS
 
 
 def global_batch(plan: str) -> None:
@@ -77,6 +78,25 @@ def different_batches(plan: str) -> str:
     return said
 
 
+def different_batches_in_evaluation(plan: str) -> str:
+    """In the first evaluation, and in one after it."""
+    parallel = parallel_of(net(), plan)
+
+    def epoch(seed: int) -> None:
+        parallel.train()
+        for _ in range(FIRST_CALLS + 1):
+            one_step(parallel)
+        parallel.eval()
+        with torch.no_grad():
+            parallel(**batch(seed))
+
+    first = refusal(lambda: epoch(dist.get_rank()))
+    for _ in range(FIRST_CALLS):
+        epoch(0)
+    assert first == refusal(lambda: epoch(dist.get_rank()))
+    return first
+
+
 def local_parts(plan: str) -> None:
     parallel, whole = parallel_of(net(), plan), batch()
     places = list(parallel.sampler(range(BATCH), shuffle=False))
@@ -103,6 +123,42 @@ def different_local_parts(plan: str) -> str:
         torch.testing.assert_close(parallel(parallel.local_batch(**part)).detach(), net()(**whole).detach())
         return ROWS["different_local_parts"][1]
     return refusal(lambda: parallel(parallel.local_batch(**part)))
+
+
+@under("dp=2,tp=1,zero=3")
+def uneven_local_parts(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    dp = parallel.program.mesh.dp
+    if dp.size == 1:
+        return ROWS["uneven_local_parts"][1]
+    said = refusal(lambda: parallel(parallel.local_batch(**batch(0, 4 if dp.coordinate else 5))))
+    assert "a local_batch of 4" in said and "a local_batch of 5" in said
+    return said
+
+
+class Counted(nn.Module):
+    """Divides by a count that is passed beside the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().sum() / count
+
+
+@under("dp=2,tp=1,zero=3")
+def count_beside_local_parts(force: str) -> str:
+    torch.manual_seed(0)
+    plain, x = Counted(), batch()["x"]
+    parallel = autopar.parallelize(copy.deepcopy(plain), cluster(), (x, torch.tensor(3)), force=force, cache=False)
+    dp = parallel.program.mesh.dp
+    part, own = x.chunk(dp.size)[dp.coordinate], 5 + dp.coordinate
+    same = parallel(parallel.local_batch(part, torch.tensor(5)))
+    torch.testing.assert_close(same.detach(), plain(x, torch.tensor(5)).detach())
+    if dp.size == 1:
+        return ROWS["count_beside_local_parts"][1]
+    return refusal(lambda: parallel(parallel.local_batch(part, torch.tensor(own))))
 
 
 def one_rank_with_a_wrong_batch(plan: str) -> str:

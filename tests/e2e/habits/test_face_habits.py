@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.harness.comparison import different_numbers
 from support.harness.habits import (  # noqa: F401
     ROWS,
     cluster,
@@ -26,6 +27,7 @@ from support.harness.habits import (  # noqa: F401
 )
 from support.harness.training_loop import adamw, train
 from support.models.habit_model import WIDTH, batch, net
+from torch import nn
 
 import autopar
 
@@ -97,6 +99,37 @@ def copy_the_model(plan: str) -> None:
     equals_one_process(other, reference)
     for name, tensor in parallel.full_state().items():
         assert torch.equal(tensor, before[name])
+
+
+class Agent:
+    """Holds a model and its optimizer, and one of its parameters."""
+
+    def __init__(self, model: nn.Module, first: str) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        parts = {"model": model, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+        parts["words"], parts["encoder"] = next(model.parameters()), model.layers  # type: ignore[assignment]
+        vars(self).update({first: parts.pop(first), **parts})
+
+    def learn(self, seed: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(**batch(seed))
+        loss.backward()
+        self.optimizer.step(), self.schedule.step()
+        return float(loss)
+
+
+def copy_with_the_optimizer(plan: str) -> None:
+    for first in ("model", "optimizer", "words"):
+        losses = []
+        for model in (parallel_of(net(), plan), net()):
+            agent = Agent(model, first)
+            found = [agent.learn(seed) for seed in range(2)]
+            copied = copy.deepcopy(agent)
+            found += [each.learn(seed) for seed in range(2, 5) for each in (copied, agent)]
+            found += [each.model(**batch(9)).item() for each in (copied, agent)]
+            assert copied.words is next(copied.model.parameters()) and copied.encoder is copied.model.layers
+            losses.append(found)
+        assert not (wrong := different_numbers(first, *losses, 1e-9)), wrong
 
 
 def two_models(plan: str) -> None:

@@ -292,3 +292,31 @@ def penalty(plan: str) -> None:
         for name, parameter in reference.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def transforms_of_torch_func(plan: str) -> str:
+    """The model goes on after each."""
+    parallel, x, ids = parallel_of(net(), plan), *batch().values()
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(lambda x: parallel(x, ids))(x),
+        lambda: torch.func.jacrev(parallel)(x, ids),
+        lambda: torch.func.vmap(lambda x, id: parallel(x[None], id[None]))(x, ids),
+        lambda: torch.func.jvp(lambda x: parallel(x, ids), (x,), (x,)),
+    ]
+    lines = {refusal(each) for each in calls}
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        lines.add(refusal(lambda: parallel(dual, ids)))
+    equals_one_process(parallel, net())
+    return " ".join(lines)
+
+
+def several_backwards_at_once(plan: str) -> str:
+    parallel = parallel_of(net(), plan)
+    loss = parallel(**batch())
+    each = next(parallel.parameters())
+    said = refusal(lambda: torch.autograd.grad(loss, each, torch.ones(2, dtype=loss.dtype), is_grads_batched=True))
+    loss.backward()
+    parallel.zero_grad()
+    equals_one_process(parallel, net())
+    return said

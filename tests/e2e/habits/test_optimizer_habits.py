@@ -55,6 +55,19 @@ def plain_model_beside(plan: str) -> None:
     equals_one_process(parallel_of(model, plan), model)
 
 
+def zero_redundancy_optimizer(plan: str) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+
+    parallel = parallel_of(net(), plan)
+
+    def step() -> None:
+        optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.AdamW, lr=1e-2)
+        one_step(parallel)
+        optimizer.step()
+
+    return refusal(step)
+
+
 # -- kinds of optimizers
 
 

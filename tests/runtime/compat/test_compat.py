@@ -74,7 +74,7 @@ def elementwise(axes: dict[str, int]) -> list[str]:
             (aten.add.Tensor, (b,), {"alpha": 2}), (aten.sqrt.default, (), {}), (aten.zeros_like.default, (), {}),
             (aten.clone.default, (), {}), (aten.gt.Tensor, (b,), {}), (aten.zeros_like.default, (), {"dtype": torch.float32}),
         ):  # fmt: skip
-            assert dtensor._is_elementwise(op) and dtensor._placed_alike((a, *args), kwargs)
+            assert dtensor.is_elementwise(op) and dtensor._placed_alike((a, *args), kwargs)
             mine, theirs = a.clone(), a.clone()
             made = dtensor.usual_operation(op, (mine, *args), kwargs)
             with patch.dict(dtensor.operations_of_shards(), clear=True):
@@ -102,7 +102,7 @@ def test_elementwise_operations_are_those_of_dtensor(ranks: RankPool) -> None:
     assert ranks.run(elementwise, {"tp": 4}) == [[]] * 4
     assert ranks.run(left_to_dtensor, {"tp": 4}) == [[False] * 5] * 4
     for op in (torch.ops.aten.add.out, torch.ops.aten.equal.default, torch.ops.aten.sum.default, torch.ops.aten.normal_.default):
-        assert not dtensor._is_elementwise(op)
+        assert not dtensor.is_elementwise(op)
 
 
 def rows(axes: dict[str, int]) -> list[list[float]]:
@@ -150,6 +150,23 @@ def test_callbacks_run_at_the_end_of_backward() -> None:
     a.register_post_accumulate_grad_hook(lambda _: order.append("a"))
     ((a * 2).exp() * b).sum().backward()
     assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["end"] and not autograd.in_backward()
+
+
+def test_transforms_and_batched_gradients_are_seen() -> None:
+    seen, x = [], torch.ones(2, requires_grad=True)
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.in_transform())
+        return x.square()
+
+    torch.func.grad(lambda x: square(x).sum())(x), torch.func.vmap(square)(x), torch.func.jvp(square, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        square(x)
+    y = square(x)
+    y.grad_fn.register_prehook(lambda gradients: seen.append(autograd.is_batched(gradients[0])))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, True, True, True, False, True, False]
 
 
 def test_strided_shard_cuts_the_minor_part() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from autopar.errors import PlanMismatch
 from autopar.runtime.errors import RuntimeProblem
+from autopar.runtime.step.same_batch import ComparedCalls
 
 
 def refusals(kind: str) -> str:
@@ -102,3 +104,23 @@ def different_models(kind: str) -> str:
 def test_another_model_on_one_rank_is_refused_on_all(kind: str, words: str, ranks: RankPool) -> None:
     for text in ranks.run(different_models, kind):
         assert text.startswith("rank 2 has another model: ") and words in text and text.endswith("the same model on all ranks")
+
+
+@pytest.mark.parametrize(
+    ("every", "modes", "compared"),
+    [
+        (10, "t" * 24, [0, 1, 2, 10, 20]),
+        (0, "tttttteeeeee", []),
+        (100, "ttttteeeeetttttet", [0, 1, 2, 5, 6, 7, 10, 15]),  # the last change is too near to the one before it
+        (100, "tete" * 5, [0, 1, 2, 3, 4, 5]),  # actor and critic
+    ],
+)
+def test_the_calls_that_are_compared(every: int, modes: str, compared: list[int]) -> None:
+    calls, by_mode = ComparedCalls(every), Counter()
+    assert [number for number, mode in enumerate(modes) if calls.compares(mode, by_mode)] == compared
+
+
+def test_a_further_program_is_compared() -> None:
+    calls, first, other = ComparedCalls(100), Counter(), Counter()
+    assert [calls.compares("t", first) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert [calls.compares("t", other) for _ in range(5)] == [True] * 3 + [False] * 2

@@ -122,6 +122,7 @@ ALONE = [
         Fault("pp=2,dp=2", "alone", "full_state", 0),
         Fault("dp=4,zero=3", "alone", ".full_tensor()", 1),
         Fault("dp=2,tp=2", "alone", "a random draw for a sharded tensor", 2),
+        Fault("dp=4,zero=3", "alone", "mm of sharded tensors (16, 8) and (8, 16)", 3),
     ],
     [
         Fault("dp=4,zero=3", "alone", "load_state_dict", 0),

@@ -36,6 +36,7 @@ ALONE: dict[str, Callable[[Any], object]] = {
     "clip_grad_norm_": lambda parallel: parallel.clip_grad_norm_(1.0),
     ".full_tensor()": lambda parallel: [each.full_tensor() for each in parallel.parameters()],
     "a random draw for a sharded tensor": lambda parallel: [each.data.normal_() for each in parallel.parameters()],
+    "mm of sharded tensors (16, 8) and (8, 16)": lambda parallel: _own_products(parallel),
     "saving a checkpoint": lambda parallel: parallel.save("/nowhere", step=1),
     "a write of an ordinary tensor into a sharded one": lambda parallel: _copy_ones(parallel),
     "load_state_dict": lambda parallel: parallel.load_state_dict(_plain_state(parallel), strict=False),
@@ -313,6 +314,13 @@ def _plain_state(parallel: Any) -> dict[str, Any]:
 
     specs = parallel.state.index.specs.items()
     return {name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs}
+
+
+def _own_products(parallel: Any) -> None:
+    """What Muon computes of a rank's own matrices."""
+    for parameter in parallel.parameters():
+        if parameter.dim() == 2:
+            (parameter.detach() @ parameter.detach().T).sum().item()
 
 
 def _copy_ones(parallel: Any) -> None:
