@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import AttributeProblem, RuntimeProblem, StateError
+from ..errors import AttributeProblem, RuntimeProblem
 from .frozen_reads import LEAVES, Fields, FrozenReads, Reads, leaves, read_attributes
 from .methods import call_method
 
@@ -94,7 +94,7 @@ def attribute_of(frozen: FrozenReads, skeleton: nn.Module, node: nn.Module, name
     class for the `node` that stands for it (`call_method`). AttributeProblem where there is none, or the forward has set it."""
     check_attribute(frozen, skeleton, name)
     if name in _RESETS and isinstance(reset := inspect.getattr_static(type(skeleton), name, None), FunctionType):
-        return partial(_reset, reset, node)
+        return partial(reset, node)
     tensor = next((each[name] for each in (skeleton._parameters, skeleton._buffers, skeleton._modules) if name in each), _MISSING)
     if tensor is None:  # the bias of a layer without one
         return None
@@ -174,13 +174,3 @@ def check_attribute(frozen: FrozenReads, model: nn.Module, name: str) -> None:
             f"{type(model).__name__}.{name} is set by the forward, which a parallel program does not do: return it from the "
             "forward, or make it a buffer"
         )
-
-
-def _reset(method: FunctionType, node: nn.Module) -> None:
-    """Give parameters or buffers their first values, as one process draws them."""
-    if node.__dict__["assignments"].state.mesh.pp.size > 1:
-        raise StateError(
-            f"{type(node).__name__}.{method.__name__} on a pipeline, where no rank has all values: reset a plain model, and call "
-            "parallel.load_full_state(model.state_dict())"
-        )
-    method(node)
