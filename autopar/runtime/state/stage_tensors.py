@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,14 +22,13 @@ from ..device.mesh import MeshHandle
 from ..errors import StateError
 
 _PIPELINES: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-_NUMBERS = count()
 
 
 class Pipeline:
     """The stages of a pipeline, as the tensors of its parallel model know it."""
 
     def __init__(self, mesh: MeshHandle) -> None:
-        self.mesh, self.number = mesh, next(_NUMBERS)
+        self.mesh = mesh
         self.heartbeat: Heartbeat | None = None
         _PIPELINES.add(self)
 
@@ -112,9 +110,8 @@ def held_by(value: Any, holders: Holders | None) -> Any:
 
 
 def pipeline_of(value: DTensor) -> Pipeline | None:
-    """Return the first pipeline whose stage has the mesh of this tensor."""
-    on_mesh = [each for each in _PIPELINES if each.mesh.state_mesh == value.device_mesh]
-    return min(on_mesh, key=lambda each: each.number, default=None)
+    """Return a pipeline whose stage has the mesh of this tensor. Those of several models have the same groups of ranks."""
+    return next((each for each in _PIPELINES if each.mesh.state_mesh == value.device_mesh), None)
 
 
 def on_another_stage(

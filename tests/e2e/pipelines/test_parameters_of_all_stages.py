@@ -1,0 +1,223 @@
+"""What scripts do with the list of all parameters, on every rank of a pipeline, against one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.harness.comparison import different_numbers
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime.compat.dtensor import local_of
+from autopar.runtime.state.stage_tensors import OnAnotherStage
+
+Script = Callable[[Any], list[float]]
+
+
+class Words(nn.Module):
+    """Has a tied matrix on the first and the last stage, and parameters that no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.spare = nn.Linear(4, 4)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.words(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class Scaled(nn.Module):
+    """A module of the user's around a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        loss: Tensor = self.inner(**batch) * self.scale
+        return loss
+
+
+def words() -> Words:
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(0, 12, (8, 5), generator=generator) for name in "xy"}
+
+
+def steps(model: Any, optimizer: Any, before: Callable[[], Any] = lambda: None, count: int = 2) -> list[float]:
+    """The losses, and the norms of all parameters, of a few steps."""
+    losses = []
+    for _ in range(count):
+        loss = model(**batch())
+        loss.backward()
+        before()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, *(p.norm().item() for p in model.parameters())]
+
+
+def by_position(model: Any) -> list[float]:
+    layers = [{"params": [p], "lr": 0.01 * 0.9**place} for place, p in enumerate(model.parameters())]
+    assert [tuple(p.shape) for p in model.parameters()] == [tuple(p.shape) for p in words().parameters()]
+    return steps(model, torch.optim.AdamW(layers))
+
+
+def frozen_by_position(model: Any) -> list[float]:
+    first = list(model.parameters())[:6]
+    for p in first:
+        p.requires_grad_(False)
+    found = steps(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for p in first:
+        p.requires_grad_(True)
+    return found + steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def numbers_one_by_one(model: Any) -> list[float]:
+    numbers: list[float] = []
+
+    def note() -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        numbers.extend([sum(g.norm().item() ** 2 for g in gradients), max(g.abs().max().item() for g in gradients)])
+        numbers.append(torch.stack(torch._foreach_norm(gradients, float("inf"))).max().item())
+        numbers.append(float(any((g.abs() > 0.05).any() for g in gradients)))
+        numbers.append(torch.nn.utils.clip_grad_norm_(list(model.parameters())[2:], 0.05).item())
+
+    return steps(model, torch.optim.AdamW(model.parameters(), foreach=True), note) + numbers
+
+
+def penalties(model: Any) -> list[float]:
+    optimizer, totals = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        total = model(**batch()) + 0.01 * sum(p.square().sum() for p in model.parameters())
+        total = total + 0.01 * model.words.weight.abs().sum()
+        total.backward()
+        totals += [total.item(), *(p.grad.norm().item() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return totals
+
+
+def lbfgs(model: Any) -> list[float]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch())
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(closure)) for _ in range(2)]
+
+
+def averages(model: Any) -> list[float]:
+    plain, average = words(), torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        steps(model, optimizer, count=1)
+        average.update_parameters(model)
+        with torch.no_grad():
+            for mean, p in zip(plain.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+    return [float(average(**batch())), *(p.detach().norm().item() for p in plain.parameters())]
+
+
+def draws(model: Any) -> list[float]:
+    torch.manual_seed(3)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    nn.init.orthogonal_(model.blocks[3][1].weight)
+    return [*torch.rand(2).tolist(), model(**batch()).item(), *(p.norm().item() for p in model.parameters())]
+
+
+def state_in_a_file(model: Any) -> list[float]:
+    optimizer, file = torch.optim.AdamW(model.parameters()), io.BytesIO()
+    found = steps(model, optimizer)
+    torch.save(optimizer.state_dict(), file)
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    return found + steps(model, again)
+
+
+def inside_of_another(model: Any) -> list[float]:
+    outer = Scaled(model)
+    assert len(list(outer.parameters())) == len(list(words().parameters())) + 1
+    return steps(outer, torch.optim.AdamW(outer.parameters()))
+
+
+def full_states(model: Any) -> list[float]:
+    """Those of the optimizer, in an order of the script's own, also into a plain model's and back."""
+    groups = [{"params": list(model.parameters())[::-2]}, {"params": list(model.parameters())[-2::-2], "lr": 0.05}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    found = steps(model, optimizer)
+    if hasattr(model, "full_optimizer_state"):
+        state = model.full_optimizer_state(optimizer)
+        model.load_full_optimizer_state(optimizer, copy.deepcopy(state))
+    else:
+        state = optimizer.state_dict()
+    sizes = [float(values["exp_avg"].norm()) for _, values in sorted(state["state"].items())]
+    return found + sizes + steps(model, optimizer)
+
+
+SCRIPTS: tuple[Script, ...] = (
+    *(by_position, frozen_by_position, numbers_one_by_one, penalties, lbfgs, averages, draws, state_in_a_file),
+    *(inside_of_another, full_states),
+)
+
+
+def run_scripts(force: str) -> list[str]:
+    world = torch.distributed.get_world_size()
+    parallel: Any = autopar.parallelize(words(), f"local:{world}", batch(), force=force, cache=False)
+    wrong = []
+    for script in SCRIPTS:
+        parallel.load_full_state(words().state_dict())
+        parallel.zero_grad()
+        if differs := different_numbers(script.__name__, script(parallel), script(words()), 1e-9):
+            wrong.append(str(differs))
+    return wrong
+
+
+def test_scripts_over_all_parameters(ranks: RankPool) -> None:
+    assert ranks.run(run_scripts, "pp=2,dp=1", world=2) == [[]] * 2
+
+
+def elements() -> tuple[int, int]:
+    """Those of the state that AdamW has here for parameters of other stages, and the largest tensor that a step fetches."""
+    parallel: Any = autopar.parallelize(words(), "local:2", batch(), force="pp=2,dp=1", cache=False)
+    optimizer, fetched = torch.optim.AdamW(parallel.parameters(), foreach=False), [0]
+    usual = torch.distributed.broadcast
+
+    def broadcast(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        fetched.append(tensor.numel())
+        return usual(tensor, *args, **options)
+
+    torch.distributed.broadcast = broadcast
+    try:
+        steps(parallel, optimizer, lambda: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0))
+    finally:
+        torch.distributed.broadcast = usual
+    away = [p for p in parallel.parameters() if isinstance(p, OnAnotherStage)]
+    kept = sum(local_of(each).numel() for p in away for each in optimizer.state[p].values() if each.dim())
+    return kept, max(fetched)
+
+
+def test_other_stages_take_no_memory(ranks: RankPool) -> None:
+    count = len(list(words().parameters()))
+    for kept, largest in ranks.run(elements, world=2):
+        assert kept == 0 and largest <= count
