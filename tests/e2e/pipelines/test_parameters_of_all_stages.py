@@ -26,7 +26,8 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        layers = ((nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(*each) for each in layers)
         self.spare = nn.Linear(4, 4)
         self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.words.weight
