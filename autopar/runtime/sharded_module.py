@@ -35,7 +35,7 @@ from .state.expert_placement import ExpertPlacement
 from .state.gradient import clip_gradients
 from .state.materialize import State
 from .state.offload_optimizer import offload_optimizer
-from .state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
+from .state.stage_tensors import OnAnotherStage, for_holders, held_by, holders_of, on_another_stage
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .transfer.connection import Endpoint
@@ -330,7 +330,10 @@ class ShardedModule(TreeNode):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by original name with full tensors, on every rank (all ranks must call)."""
-        own = {name: parameter.grad for name, parameter in self.state.parameters.items() if parameter.grad is not None}
+        every = {name: parameter for name, parameter in self.named_parameters() if parameter.grad is not None}
+        # a script may have set one that another stage holds
+        given = {name: for_holders(each, each.grad) for name, each in every.items() if isinstance(each, DTensor)}
+        own = {name: given[name] for name in self.state.parameters.keys() & given.keys()}
         unused = {name: each.grad.full_tensor() for name, each in self.state.unused.items() if isinstance(each.grad, DTensor)}
         with self._watch("full_gradients"):
             return {n: self.state.broadcast_full(n, own.get(n)) for n in self.state.names_on_any_stage(own)} | unused

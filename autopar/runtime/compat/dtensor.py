@@ -161,10 +161,22 @@ def on_whole_tensors(op: Any, args: Any, kwargs: Any) -> Any:
 def view_in_place(op: Any, args: Any, kwargs: Any) -> None:
     """Make a DTensor a view of itself (``x.unsqueeze_(0)``), as the operation without its underscore does. Seen on 2.13.0, whose
     own rules leave the shape that autograd knows as it was."""
-    view = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))(*args, **kwargs)
+    view = _out_of_place(op)(*args, **kwargs)
     args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
     with no_dispatch():  # what the tensor itself says of its shape
         op(*args, **kwargs)
+
+
+def reshape_in_place(value: DTensor, op: Any, args: Any, kwargs: Any) -> None:
+    """Do `view_in_place` of a DTensor without elements here, whose shape alone changes."""
+    view = _out_of_place(op)(meta_like(value), *args[1:], **kwargs)
+    value._spec = with_local(DTensor, value._local_tensor, value.device_mesh, view.shape, view.stride())._spec
+    with no_dispatch():
+        op(*args, **kwargs)
+
+
+def _out_of_place(op: Any) -> Any:
+    return getattr(torch.ops.aten, op._schema.name.removeprefix("aten::").removesuffix("_"))
 
 
 def has_empty_part(value: DTensor) -> bool:

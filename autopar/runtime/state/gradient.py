@@ -75,6 +75,7 @@ class Gradient(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """Write what is computed of gradients into this rank's part. On 2.13.0 a DTensor keeps its part, without a word."""
+        value = for_holders(self, value)
         if not isinstance(value, DTensor) or value.shape != self.shape or value.dtype != self.dtype:
             raise RuntimeProblem(
                 f"the .data of the gradient of {self.parameter_name or 'a parameter'} was set to {type(value).__name__} "

@@ -135,23 +135,24 @@ def for_holders(target: DTensor, value: Any) -> Any:
 
 def on_all_stages(values: Iterable[Any]) -> list[Any]:
     """Return each tensor that some stages hold as one that all ranks have, and all else itself. All ranks call it for the same
-    ones; those of one stage and dtype go together."""
+    ones, in any order of those with different holders (Python swaps the operands of ``a < b`` where one class is a subclass of
+    the other's); those with the same holders and dtype go together."""
     out = list(values)
-    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for position, value in enumerate(out):
         if (holders := holders_of(value)) is not None:
             if not holders.here and value.message:
                 raise StateError(value.message)
-            groups.setdefault((min(holders.stages), value.dtype), []).append(position)
-    for (stage, dtype), positions in groups.items():
+            groups.setdefault((tuple(sorted(holders.stages)), str(value.dtype)), []).append(position)
+    for (stages, _), positions in sorted(groups.items()):
         some = [out[position] for position in positions]
         pipeline = holders_of(some[0]).pipeline  # type: ignore[union-attr]
         sizes = [prod(each.shape) for each in some]
-        if pipeline.mesh.pp.coordinate == stage:
-            flat = torch.cat([gathered(each).reshape(-1) for each in some])
+        if pipeline.mesh.pp.coordinate == stages[0]:
+            flat = torch.cat([gathered(over_local(DTensor, each)).reshape(-1) for each in some])  # as its stage alone has it
         else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=pipeline.mesh.device)
-        parts = pipeline.receive(flat, stage).split(sizes)
+            flat = torch.empty(sum(sizes), dtype=some[0].dtype, device=pipeline.mesh.device)
+        parts = pipeline.receive(flat, stages[0]).split(sizes)
         for position, each, part in zip(positions, some, parts, strict=True):
             out[position] = replicated(part.view(each.shape), each.device_mesh)
     return out

@@ -79,13 +79,19 @@ def _bound(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         yield argument, args[position] if position < len(args) else kwargs.get(argument.name)
 
 
+def draws_by_values(op: Any) -> bool:
+    """Return whether the numbers that an operation draws depend on the values of its operands, and not on their shapes alone."""
+    name: str = op._schema.name
+    return torch.Tag.nondeterministic_seeded in op.tags and not op._schema.is_mutable and not name.endswith("_like")
+
+
 def _whole(op: Any, value: DTensor, overwritten: bool) -> torch.Tensor:
     """The whole tensor; without its values where the operation does not read them."""
     name: str = op._schema.name
     reads = "dropout" in name or "rrelu" in name
     if (overwritten and not reads) or name.endswith("_like"):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=local_of(value).device)
-    if isinstance(value, OnAnotherStage):  # the numbers that are drawn are not of these values
+    if isinstance(value, OnAnotherStage):
         return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     return gathered(value).clone() if overwritten else gathered(value)
 

@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..compat.autograd import apply, has_data, in_backward
 from ..compat.compile import is_traced
-from ..compat.dtensor import local_of, meta_like, operations_of_shards, usual_operation
+from ..compat.dtensor import local_of, meta_like, operations_of_shards, reshape_in_place, usual_operation
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
 from ..state.stage_tensors import Holders, OnAnotherStage, held_by, holders_of, on_all_stages, on_another_stage
 from .mixed_operations import compared_before
+from .random_draws import draws_by_values
 
 Operation = Callable[[Any, Any, Any], Any]
 """Runs an operation of torch with its arguments and keywords."""
@@ -67,8 +68,7 @@ class _OnAllStages(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: DTensor) -> DTensor:
         ctx.holders = holders_of(value)
-        with _running():
-            out: DTensor = on_all_stages([value])[0]
+        out: DTensor = on_all_stages([value])[0]
         return out
 
     @staticmethod
@@ -110,7 +110,7 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
         holders = holders_of(written[0])
     else:
         values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
-        holders = None if _has_values(op) else _together(values)
+        holders = None if _has_values(op) or draws_by_values(op) else _together(values)
     known = {id(each) for each in written}
     operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
     fetched = _fetched(each for each in operands if not _has(each, holders))
@@ -124,9 +124,10 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
         return tree_map_only(DTensor, lambda each: held_by(each, holders), usual(op, args, kwargs))
     if positions:
+        if torch.Tag.inplace_view in op.tags:
+            reshape_in_place(written[0], op, args, kwargs)
         return written[0]
-    results = op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), results)
+    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), _shapes(op, args, kwargs))
 
 
 def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
@@ -155,7 +156,7 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
         return None
     away = [position for position in range(length) if position not in results]
     if away:
-        shapes = op(*tree_map(_without_values, part(away)), **tree_map(_without_values, kwargs))
+        shapes = _shapes(op, part(away), kwargs)
         results.update((at, _as_elsewhere(shape, every[at])) for at, shape in zip(away, shapes, strict=True))  # type: ignore[arg-type]
     return [held_by(results[position], every[position]) for position in range(length)]
 
@@ -205,6 +206,18 @@ def _has_values(op: Any) -> bool:
 def _asks_of_shape(op: Any) -> bool:
     """Return whether an operation gives no tensor, and needs no values (`is_same_size`)."""
     return not _written(op) and not _has_values(op) and not any("Tensor" in str(each.type) for each in op._schema.returns)
+
+
+def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
+    """The results of an operation of tensors without values; of zeros where torch does not know their shapes otherwise."""
+    try:
+        return op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+    except NotImplementedError:
+        return op(*tree_map_only(torch.Tensor, _zeros, args), **tree_map_only(torch.Tensor, _zeros, kwargs))
+
+
+def _zeros(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype)
 
 
 def _as_elsewhere(shape: torch.Tensor, holders: Holders) -> OnAnotherStage:
