@@ -88,7 +88,7 @@ def _patches() -> ExitStack:
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
         refuse_parts_of_states,
-        lambda: muon_updates(batches_of, updates_by_owners),
+        lambda: muon_updates(batches_of, lambda each: isinstance(each, OnAnotherStage), updates_by_owners),
         # gradients
         none_through_blocks,
         lambda: norms_by_list(Gradient),

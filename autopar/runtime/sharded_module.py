@@ -171,7 +171,7 @@ class ShardedModule(TreeNode):
 
     @contextlib.contextmanager
     def loading(self, doing: str) -> Iterator[None]:
-        """A context around a load, which all ranks enter before one of them changes anything."""
+        """A context around a load, or another exchange, which all ranks enter before one of them changes anything."""
         with self._watch(doing):
             gather(None)
             yield
@@ -198,7 +198,7 @@ class ShardedModule(TreeNode):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of the plain model's optimizer, with full tensors on every rank (all ranks must call)."""
-        with self._watch("full_optimizer_state"):
+        with self.loading("full_optimizer_state"):
             return full_optimizer_state(self.state, optimizer, dict(self.named_parameters()))
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -219,12 +219,13 @@ Updates = Iterator[list[DTensor]]
 
 def muon_updates(
     batches_of: Callable[[list[torch.Tensor], list[torch.Tensor]], list[list[int]]],
+    is_elsewhere: Callable[[torch.Tensor], bool],
     orthogonalize: Callable[[Updates, Callable[[torch.Tensor], torch.Tensor]], Updates],
 ) -> AbstractContextManager[None]:
     """Let `torch.optim.Muon` ask others for the orthogonal updates of many matrices at once.
 
     `batches_of` divides the positions of parameters (with their gradients) into batches, and leaves out those that torch is to
-    update. `orthogonalize` takes the momenta of batch after batch, and torch's function of one whole matrix. Seen on 2.13.0:
+    update, or other ranks, which `is_elsewhere` says. `orthogonalize` takes the momenta of batch after batch, and torch's function of one whole matrix. Seen on 2.13.0:
     `Muon.step` calls `muon` with the lists of each group, and that calls `_zeropower_via_newtonschulz` for each matrix, which
     works in the dtype of its result. Momentum and weight decay stay torch's, which adds zeros here where the updates follow."""
     outer: Any = importlib.import_module("torch.optim._muon")
@@ -255,7 +256,7 @@ def muon_updates(
         changed = not options["nesterov"] and any(each.dtype == torch.bfloat16 for each in momenta)
         batches = [] if changed else batches_of(params, grads)
         apart = {at for batch in batches for at in batch}
-        run([at for at in range(len(params)) if at not in apart])
+        run([at for at in range(len(params)) if at not in apart and not is_elsewhere(params[at])])
         for positions, updates in zip(batches, orthogonalize(map(record, batches), function), strict=True):
             for at, update in zip(positions, updates, strict=True):
                 rate = outer._adjust_lr(outer._to_scalar(options["lr"]), options["adjust_lr_fn"], params[at].shape)

@@ -37,10 +37,11 @@ class Gradient(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "").startswith("_foreach_") and not is_traced():
+            numbers = func.__name__ == "_foreach_norm" and not any(map(holders_of, args[0]))
             if len(parts := by_mesh(args[0])) > 1:
                 results = on_each_mesh(func, parts, args, kwargs or {})
-                return list(map(local_of, results)) if func.__name__ == "_foreach_norm" else results  # numbers on no mesh
-            if func.__name__ == "_foreach_norm" and not any(map(holders_of, args[0])):
+                return list(map(local_of, results)) if numbers else results  # on no mesh
+            if numbers:
                 return _list_norms(*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if not isinstance(result, (torch.Tensor, list, tuple)):  # a property: optimizers ask `is_sparse` of each

@@ -77,9 +77,10 @@ class State:
 
     @property
     def every_parameter(self) -> dict[str, nn.Parameter]:
-        """The parameters of all stages, those of other ones without elements, and those that no program reads."""
-        away: dict[str, Any] = {name: each for name, each in self.elsewhere.items() if not self.index.specs[name].buffer}
-        return {**self.parameters, **self.unused, **away}
+        """The parameters of all stages, those of other ones without elements, and those that no program reads. All ranks have them
+        in one order."""
+        both: dict[str, Any] = {**self.elsewhere, **self.parameters}
+        return {**{name: both[name] for name, spec in self.index.specs.items() if not spec.buffer}, **self.unused}
 
     @property
     def every_buffer(self) -> dict[str, torch.Tensor]:

@@ -114,10 +114,11 @@ def deliver_gradients(
 ) -> torch.Tensor:
     """Return the loss, whose backward hands out the gradients of the parameters that it reached, those of other stages of a
     pipeline too; one that reached none has no graph. `reached`: see `State.gradients_elsewhere`."""
-    gradients = {**gradients, **state.gradients_elsewhere(gradients.keys(), reached)}
-    if not gradients:
+    every = {**gradients, **state.gradients_elsewhere(gradients.keys(), reached)}
+    if not every:
         return loss
-    result: torch.Tensor = apply(_Deliver, loss, list(gradients.values()), state.loss_scale, *gradients)
+    parameters = [each for each in state.every_parameter.values() if each in every]  # in which all ranks have them
+    result: torch.Tensor = apply(_Deliver, loss, [every[each] for each in parameters], state.loss_scale, *parameters)
     return result
 
 

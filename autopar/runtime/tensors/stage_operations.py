@@ -127,7 +127,8 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.inplace_view in op.tags:
             reshape_in_place(written[0], op, args, kwargs)
         return written[0]
-    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), _shapes(op, args, kwargs))
+    message = next((each.message for each in values if isinstance(each, OnAnotherStage) and each.message), "")
+    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders, message), _shapes(op, args, kwargs))
 
 
 def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
@@ -220,8 +221,8 @@ def _zeros(value: torch.Tensor) -> torch.Tensor:
     return torch.zeros(value.shape, dtype=value.dtype)
 
 
-def _as_elsewhere(shape: torch.Tensor, holders: Holders) -> OnAnotherStage:
-    return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride())
+def _as_elsewhere(shape: torch.Tensor, holders: Holders, message: str = "") -> OnAnotherStage:
+    return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride(), message=message)
 
 
 def _without_values(value: Any) -> Any:
