@@ -105,7 +105,7 @@ def _patches() -> ExitStack:
 
 @cache
 def _patches_of_pipelines() -> ExitStack:
-    """Those of pipelines alone: other models leave most of DTensor's operations to its own dispatch, which is faster."""
+    """Change DTensor's operations for pipelines: other models leave most of them to its own dispatch, which is faster."""
     patches = follow_stages()
     patches.enter_context(torch.serialization.safe_globals([Holders, OnAnotherStage]))  # in the state of an optimizer
     return patches

@@ -225,9 +225,10 @@ def muon_updates(
     """Let `torch.optim.Muon` ask others for the orthogonal updates of many matrices at once.
 
     `batches_of` divides the positions of parameters (with their gradients) into batches, and leaves out those that torch is to
-    update, or other ranks, which `is_elsewhere` says. `orthogonalize` takes the momenta of batch after batch, and torch's function of one whole matrix. Seen on 2.13.0:
-    `Muon.step` calls `muon` with the lists of each group, and that calls `_zeropower_via_newtonschulz` for each matrix, which
-    works in the dtype of its result. Momentum and weight decay stay torch's, which adds zeros here where the updates follow."""
+    update, or other ranks, which `is_elsewhere` says. `orthogonalize` takes the momenta of batch after batch, and torch's
+    function of one whole matrix. Seen on 2.13.0: `Muon.step` calls `muon` with the lists of each group, and that calls
+    `_zeropower_via_newtonschulz` for each matrix, which works in the dtype of its result. Momentum and weight decay stay torch's,
+    which adds zeros here where the updates follow."""
     outer: Any = importlib.import_module("torch.optim._muon")
     usual = outer.muon
 

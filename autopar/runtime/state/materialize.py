@@ -30,7 +30,7 @@ from .gradient_buckets import GradientBuckets, redirect_gradients
 from .layout import dtensor_placements, gather_full, local_shape, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterEntry, ParameterIndex, Table, by_block, parameter_index, parameter_tables, shared_entries
-from .stage_tensors import Holders, OnAnotherStage, Pipeline, holders_of, on_another_stage
+from .stage_tensors import Holders, OnAnotherStage, PipelineStages, holders_of, on_another_stage
 from .weight_source import OrderedSource, Weight, WeightInParts, WeightSource, full_weight, whole_weight
 
 
@@ -68,7 +68,7 @@ class State:
     copies: tuple[tuple[nn.Parameter, nn.Parameter], ...] = ()
     roots: tuple[RootModule, ...] = ()
     tables: tuple[Table, ...] = ()
-    pipeline: Pipeline | None = None
+    pipeline: PipelineStages | None = None
     elsewhere: dict[str, OnAnotherStage] = field(default_factory=dict)
     unused: dict[str, nn.Parameter] = field(default_factory=dict)
     loss_scale: LossScale = field(default_factory=lambda: LossScale(""))
@@ -77,8 +77,8 @@ class State:
 
     @property
     def every_parameter(self) -> dict[str, nn.Parameter]:
-        """The parameters of all stages, those of other ones without elements, and those that no program reads. All ranks have them
-        in one order."""
+        """The parameters of all stages, those of other ones without elements, and those that no program reads, in one order on
+        all ranks."""
         both: dict[str, Any] = {**self.elsewhere, **self.parameters}
         return {**{name: both[name] for name, spec in self.index.specs.items() if not spec.buffer}, **self.unused}
 
@@ -262,7 +262,7 @@ def materialize(program: Program, source: WeightSource) -> State:
     entries = builder.first
     common, chunk_buckets = _buckets(program, roots, own_tables, builder)
     copies = [(entries[entry.name].stored, entry.stored) for entry in builder.others]
-    pipeline = Pipeline(mesh) if mesh.pp.size > 1 else None
+    pipeline = PipelineStages(mesh) if mesh.pp.size > 1 else None
     parameters = {name: builder.canonical[name] for table in own_tables for name in table}
     for name, parameter in parameters.items():
         own(parameter, None if pipeline is None else Holders(pipeline, frozenset(index.holders[name])), name)
@@ -284,7 +284,7 @@ def materialize(program: Program, source: WeightSource) -> State:
     )
 
 
-def _of_other_stages(pipeline: Pipeline, index: ParameterIndex, held: Collection[str]) -> dict[str, OnAnotherStage]:
+def _of_other_stages(pipeline: PipelineStages, index: ParameterIndex, held: Collection[str]) -> dict[str, OnAnotherStage]:
     """The parameters and buffers that this stage does not hold. A buffer is no DTensor where it is held, so that its values are
     not fetched."""
     out = {}

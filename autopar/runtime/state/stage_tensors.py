@@ -21,10 +21,10 @@ from ..compat.dtensor import gathered, over_local, replicated, with_local
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 
-_PIPELINES: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_PIPELINES: weakref.WeakSet[PipelineStages] = weakref.WeakSet()
 
 
-class Pipeline:
+class PipelineStages:
     """The stages of a pipeline, as the tensors of its parallel model know it."""
 
     def __init__(self, mesh: MeshHandle) -> None:
@@ -32,7 +32,7 @@ class Pipeline:
         self.heartbeat: Heartbeat | None = None
         _PIPELINES.add(self)
 
-    def __deepcopy__(self, _: Any) -> Pipeline:
+    def __deepcopy__(self, _: Any) -> PipelineStages:
         """Itself: a copy of a parameter is on the same stages."""
         return self
 
@@ -46,7 +46,7 @@ class Pipeline:
 class Holders(NamedTuple):
     """The stages that hold a tensor."""
 
-    pipeline: Pipeline
+    pipeline: PipelineStages
     stages: frozenset[int]
 
     def __reduce__(self) -> Any:
@@ -109,7 +109,7 @@ def held_by(value: Any, holders: Holders | None) -> Any:
     return value
 
 
-def pipeline_of(value: DTensor) -> Pipeline | None:
+def pipeline_of(value: DTensor) -> PipelineStages | None:
     """Return a pipeline whose stage has the mesh of this tensor. Those of several models have the same groups of ranks."""
     return next((each for each in _PIPELINES if each.mesh.state_mesh == value.device_mesh), None)
 

@@ -113,10 +113,10 @@ def deliver_gradients(
     reached: dict[Any, list[str]] | None = None,
 ) -> torch.Tensor:
     """Return the loss, whose backward hands out the gradients of the parameters that it reached, those of other stages of a
-    pipeline too; one that reached none has no graph. `reached`: see `State.gradients_elsewhere`."""
+    pipeline too; one that reached none has no graph, but on a pipeline. `reached`: see `State.gradients_elsewhere`."""
     every = {**gradients, **state.gradients_elsewhere(gradients.keys(), reached)}
-    if not every:
-        return loss
+    if not every:  # the first window of two weight versions has none yet
+        return loss if state.pipeline is None else loss.requires_grad_()
     parameters = [each for each in state.every_parameter.values() if each in every]  # in which all ranks have them
     result: torch.Tensor = apply(_Deliver, loss, [every[each] for each in parameters], state.loss_scale, *parameters)
     return result

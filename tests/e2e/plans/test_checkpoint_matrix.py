@@ -25,7 +25,7 @@ def known(parallel: Any, optimizer: torch.optim.Optimizer) -> Any:
     from autopar.runtime.device.rng import seed_stream
 
     full = parallel.full_optimizer_state(optimizer)
-    order = list(parallel._parameter_kinds())
+    order = [name for name, _ in parallel.named_parameters()]
     by_name = {order[number]: values for number, values in full["state"].items()}
     options = [{key: value for key, value in group.items() if key != "params"} for group in full["param_groups"]]
     return parallel.full_state(), by_name, options, torch.get_rng_state(), random.getstate(), seed_stream.counts()

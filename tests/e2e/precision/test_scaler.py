@@ -151,7 +151,7 @@ def compare(case: str, kinds: tuple[str, ...]) -> None:
     torch.distributed.all_gather_object(holding, name in dict(parallel.named_parameters()))
     last = max(rank for rank in range(4) if holding[rank])
     held: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(held, sorted({str(p.dtype) for _, p in parallel.named_parameters()}))
+    torch.distributed.all_gather_object(held, sorted({str(p.dtype) for p in parallel.state.parameters.values()}))
     assert not case.endswith("dtype") or held[0] and held[3] and held[0] != held[3], held
     assert not case.endswith("bare") or held.count([]) == 2, held
     for kind in kinds:
