@@ -148,7 +148,7 @@ def compare(case: str, kinds: tuple[str, ...]) -> None:
         parallel = autopar.parallelize(make(), "local:4", make_batch(0), force=case.split()[0], cache=False)
     start = make().state_dict()
     holding: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(holding, name in dict(parallel.named_parameters()))
+    torch.distributed.all_gather_object(holding, name in parallel.state.parameters)
     last = max(rank for rank in range(4) if holding[rank])
     held: list[Any] = [None] * 4
     torch.distributed.all_gather_object(held, sorted({str(p.dtype) for p in parallel.state.parameters.values()}))
