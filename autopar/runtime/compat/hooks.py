@@ -203,15 +203,18 @@ def fused_updates() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def norms_by_list(kind: type[torch.Tensor]) -> Iterator[None]:
-    """Let ``torch.nn.utils.clip_grad_norm_`` take the norms of tensors of this class by ``torch._foreach_norm``, as those of
-    DTensors, in place of one by one. Seen on 2.13.0: it asks a list of classes."""
-    types: list[type[torch.Tensor]] = importlib.import_module("torch.utils._foreach_utils")._foreach_supported_types
-    types.append(kind)
+def taken_by_lists(kind: type[torch.Tensor]) -> Iterator[None]:
+    """Let optimizers and ``torch.nn.utils.clip_grad_norm_`` take tensors of this class by ``torch._foreach_norm`` and the like,
+    as DTensors, in place of one by one. Seen on 2.13.0: they ask two lists of classes."""
+    modules = (importlib.import_module(name) for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"))
+    lists: list[list[type[torch.Tensor]]] = [module._foreach_supported_types for module in modules]
+    for types in lists:
+        types.append(kind)
     try:
         yield
     finally:
-        types.remove(kind)
+        for types in lists:
+            types.remove(kind)
 
 
 Updates = Iterator[list[DTensor]]

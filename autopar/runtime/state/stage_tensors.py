@@ -138,13 +138,14 @@ def on_all_stages(values: Iterable[Any]) -> list[Any]:
     ones, in any order of those with different holders (Python swaps the operands of ``a < b`` where one class is a subclass of
     the other's); those with the same holders and dtype go together."""
     out = list(values)
-    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for position, value in enumerate(out):
         if (holders := holders_of(value)) is not None:
             if not holders.here and value.message:
                 raise StateError(value.message)
-            groups.setdefault((tuple(sorted(holders.stages)), str(value.dtype)), []).append(position)
-    for (stages, _), positions in sorted(groups.items()):
+            axes = tuple(holders.pipeline.mesh.whole_mesh.shape)
+            groups.setdefault((axes, tuple(sorted(holders.stages)), str(value.dtype)), []).append(position)
+    for (_, stages, _), positions in sorted(groups.items()):
         some = [out[position] for position in positions]
         pipeline = holders_of(some[0]).pipeline  # type: ignore[union-attr]
         sizes = [prod(each.shape) for each in some]

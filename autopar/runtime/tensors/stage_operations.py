@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..compat.autograd import apply, has_data, in_backward
 from ..compat.compile import is_traced
-from ..compat.dtensor import local_of, meta_like, operations_of_shards, reshape_in_place, usual_operation
+from ..compat.dtensor import gathered, local_of, meta_like, operations_of_shards, reshape_in_place, usual_operation
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
@@ -105,22 +105,21 @@ def _followed_by(usual: Operation) -> Operation:
 def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     positions = _written(op)
     named = [argument.name for argument in op._schema.arguments]
+    values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
     written = [args[at] if at < len(args) else kwargs.get(named[at]) for at in positions]
-    if positions:
-        holders = holders_of(written[0])
-    else:
-        values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
-        holders = None if _has_values(op) or draws_by_values(op) else _together(values)
+    everywhere = _has_values(op) or draws_by_values(op)
+    holders = holders_of(written[0]) if positions else None if everywhere else _together(values)
     known = {id(each) for each in written}
     operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
     fetched = _fetched(each for each in operands if not _has(each, holders))
     args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
     if holders is None:
-        result = usual(op, args, kwargs)
-        # ordinary numbers, as those of a gradient are without a pipeline
-        of_numbers = fetched and not positions and not any(each.dim() for each in fetched.values())
-        graph = torch.is_grad_enabled() or in_backward()
-        return tree_map_only(DTensor, _ordinary, result) if of_numbers and not graph else result
+        numbers = not any(each.dim() for each in values if isinstance(each, DTensor))
+        if fetched and numbers and not (positions or torch.is_grad_enabled() or in_backward()):
+            # ordinary numbers, as those of a gradient are without a pipeline; of several models they are on several meshes
+            args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
+            return op(*args, **kwargs)
+        return usual(op, args, kwargs)
     if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
         return tree_map_only(DTensor, lambda each: held_by(each, holders), usual(op, args, kwargs))
     if positions:
@@ -140,7 +139,7 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     tensors = [[each for each in row if isinstance(each, torch.Tensor)] for row in rows]
     every = [holders_of(row[0]) if writes else _together(row) for row in tensors]
     apart = (each for row, holders in zip(rows, every, strict=True) for each in row if not _has(each, holders))
-    fetched = _fetched((*apart, *(each for each in singles if holders_of(each) is not None)))
+    fetched = _fetched((*apart, *(each for each in singles if not all(_has(each, holders) for holders in every))))
 
     def value(each: Any) -> Any:
         return fetched.get(id(each), each)
@@ -168,6 +167,8 @@ def _together(values: Sequence[torch.Tensor]) -> Holders | None:
     tensors = [each for each in values if each.dim()] or values
     every = [holders for holders in map(holders_of, tensors) if holders is not None]
     graph = in_backward() or (torch.is_grad_enabled() and any(each.requires_grad for each in values))
+    if len({each.pipeline.mesh.whole_mesh for each in every}) > 1:  # of models with different plans
+        return None
     if not every or (graph and not tensors[0].dim() and (len(every) < len(tensors) or len({each.stages for each in every}) > 1)):
         return None
     stages = reduce(frozenset.__and__, (holders.stages for holders in every))
@@ -183,11 +184,9 @@ def _fetched(values: Iterable[Any]) -> dict[int, Any]:
 def _has(value: Any, holders: Holders | None) -> bool:
     """Return whether the stages that do an operation hold an operand of it."""
     own = holders_of(value)
-    return own is None or (holders is not None and holders.stages <= own.stages)
-
-
-def _ordinary(value: DTensor) -> torch.Tensor:
-    return local_of(value) if all(each.is_replicate() for each in value.placements) else value
+    if own is None or holders is None:
+        return own is None
+    return holders.stages <= own.stages and holders.pipeline.mesh.whole_mesh == own.pipeline.mesh.whole_mesh
 
 
 @cache
