@@ -22,12 +22,12 @@ from .compat.hooks import (
     after_unscaling,
     data_by_values,
     engine_calls,
+    foreach_kind,
     fused_updates,
     masked_items,
     muon_updates,
     on_manual_seed,
     replaced,
-    taken_by_lists,
     whole_items,
 )
 from .compat.modules import none_through_blocks
@@ -91,7 +91,7 @@ def _patches() -> ExitStack:
         lambda: muon_updates(batches_of, lambda each: isinstance(each, OnAnotherStage), updates_by_owners),
         # gradients
         none_through_blocks,
-        lambda: taken_by_lists(Gradient),
+        lambda: foreach_kind(Gradient),
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),
         lambda: on_manual_seed(seed_stream.count_manual_seed),
@@ -107,7 +107,7 @@ def _patches() -> ExitStack:
 def _patches_of_pipelines() -> ExitStack:
     """Change DTensor's operations for pipelines: other models leave most of them to its own dispatch, which is faster."""
     patches = follow_stages()
-    patches.enter_context(taken_by_lists(OnAnotherStage))
+    patches.enter_context(foreach_kind(OnAnotherStage))
     patches.enter_context(torch.serialization.safe_globals([Holders, OnAnotherStage]))  # in the state of an optimizer
     return patches
 

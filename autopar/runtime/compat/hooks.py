@@ -203,7 +203,7 @@ def fused_updates() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def taken_by_lists(kind: type[torch.Tensor]) -> Iterator[None]:
+def foreach_kind(kind: type[torch.Tensor]) -> Iterator[None]:
     """Let optimizers and ``torch.nn.utils.clip_grad_norm_`` take tensors of this class by ``torch._foreach_norm`` and the like,
     as DTensors, in place of one by one. Seen on 2.13.0: they ask two lists of classes."""
     modules = (importlib.import_module(name) for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"))
