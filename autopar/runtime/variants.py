@@ -328,15 +328,15 @@ class Variants:
 
     def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
-        variants, or with batches of different sizes, or have begun different numbers of backwards or made different numbers of
-        optimizer steps."""
+        variants, or with batches of different sizes, or have begun different numbers of backwards or made different optimizer
+        steps."""
         changed, self.trains = self.unfrozen.changed(), self.first.state.trains()
         several, seeds = several_ranks(), [*self.first.program.mesh.seed_change()]
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            own = torch.tensor([number, backwards, changed, self.trains, self.steps.count, *seeds])
+            own = torch.tensor([number, backwards, changed, self.trains, hash_of(self.steps.made), *seeds])
             least, most = bounds_on_ranks(own, [self.control])
             same_call, same_backwards, same_changes, _, same_steps, *_ = (least == most).tolist()
             self.trains, seeds = bool(most[3]), most[5:].tolist()  # scripts may seed each rank otherwise

@@ -216,11 +216,6 @@ def _key(seed: int, coordinates: Iterable[tuple[str, int]]) -> int:
     return key % (1 << 62)
 
 
-def named_key(seed: int, name: str) -> int:
-    """The key of the stream of a name: the same on all ranks."""
-    return (seed * 65_537 + _number(name)) % (1 << 62)
-
-
 class _Dropout(torch.autograd.Function):
     """Saves a mask of one byte an element, as torch's own dropout does on CUDA."""
 

@@ -287,14 +287,15 @@ def mirror_modules(root: nn.Module, plain: PlainModel) -> list[nn.Module]:
 def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> None:
     """Register parameters and buffers under their names, in the order of the plain model, those of other stages of a pipeline
     too."""
-    every: dict[str, torch.Tensor] = {**state.every_parameter, **state.every_buffer}
+    unused = {} if plain is None else plain.unused  # buffers among them are registered too
+    every: dict[str, torch.Tensor] = {**unused, **state.every_parameter, **state.every_buffer}
     names = list(state.index.specs) if plain is None else [*plain.parameters, *plain.names.values(), *state.index.specs]
     for name in (each for each in dict.fromkeys(names) if each in every):
         (node, leaf), tensor = node_of(root, name), every[name]
         if isinstance(tensor, nn.Parameter):
             node.register_parameter(leaf, tensor)
         else:
-            saved = state.index.specs[name].persistent and (plain is None or name in plain.names.values())
+            saved = name in unused or state.index.specs[name].persistent and (plain is None or name in plain.names.values())
             node.register_buffer(leaf, tensor, persistent=saved)
 
 

@@ -39,7 +39,8 @@ class PipelineStages:
     def receive(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Return `value` as that stage has it. All ranks call it."""
         with watched(self.heartbeat, "a value that all stages of the pipeline compute together"):
-            dist.broadcast(value, self.mesh.rank_in_stage(stage), self.mesh.group(self.mesh.pp.name))
+            numbers = torch.view_as_real(value) if value.is_complex() else value  # which NCCL has no broadcast of
+            dist.broadcast(numbers, self.mesh.rank_in_stage(stage), self.mesh.group(self.mesh.pp.name))
         return value
 
 

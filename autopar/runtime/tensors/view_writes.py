@@ -37,7 +37,7 @@ COMPOSITE_VIEWS = (
 """Views that torch makes of others, and asks DTensor for in inference mode alone."""
 _SAME = ("aten::detach", "aten::alias")
 """Of ``x.detach()`` and ``x.data``: all of the tensor, of which is known what is known of it."""
-_MARKS = ("autopar_place", "autopar_order")
+_MARKS = ("autopar_name", "autopar_order")
 Operation = Callable[[Any, Any, Any], Any]
 
 

@@ -141,6 +141,18 @@ def step_left_out_on_one_rank(plan: str) -> str:
     return refusal(lambda: _without_bad_steps(parallel_of(net(), plan), lambda _: dist.get_rank() == 1))
 
 
+def learning_rate_of_each_rank(plan: str) -> str:
+    """As of `ReduceLROnPlateau` with the loss of a rank's own examples."""
+    parallel = parallel_of(net(), plan)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    one_step(parallel)
+    optimizer.step()
+    one_step(parallel)
+    optimizer.param_groups[0]["lr"] /= 1 + dist.get_rank()
+    optimizer.step()
+    return refusal(lambda: parallel(**batch()))
+
+
 def full_states_of_torch(plan: str) -> None:
     """`get_optimizer_state_dict` of torch.distributed.checkpoint; on a pipeline refused, where it has one stage's only."""
     parallel: Any = parallel_of(net(), plan)
