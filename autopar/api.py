@@ -290,6 +290,9 @@ class Deferred(Parallel):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(list(super().named_parameters(*args, **kwargs)))  # refused at once, not when the generator is read
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter(list(super().parameters(recurse)))
+
 
 # -- the steps
 

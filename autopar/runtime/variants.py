@@ -336,7 +336,7 @@ class Variants:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            own = torch.tensor([number, backwards, changed, self.trains, hash_of(self.steps.made), *seeds])
+            own = torch.tensor([number, backwards, changed, self.trains, hash_of(self.steps.steps), *seeds])
             least, most = bounds_on_ranks(own, [self.control])
             same_call, same_backwards, same_changes, _, same_steps, *_ = (least == most).tolist()
             self.trains, seeds = bool(most[3]), most[5:].tolist()  # scripts may seed each rank otherwise

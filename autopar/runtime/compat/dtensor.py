@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
@@ -245,9 +246,14 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return ranks
 
 
+def outside_of_fakes() -> AbstractContextManager[Any]:
+    """A context outside of a dry run's fake tensors. Seen on 2.13.0."""
+    return unset_fake_temporarily()
+
+
 def meta_like(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor of this shape without values, also in a dry run, where those that are made are fake. Seen on 2.13.0."""
-    with unset_fake_temporarily():
+    with outside_of_fakes():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 

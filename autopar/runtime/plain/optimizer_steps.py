@@ -21,13 +21,13 @@ class OptimizerSteps:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.made: list[list[Options]] = []
+        self.steps: list[list[Options]] = []
         around_optimizer_steps(self, after=OptimizerSteps._add)
 
     def agree(self, same: bool, describe: Callable[[int], str]) -> None:
         """Raise a MismatchProblem on all ranks where they have not made the `same` steps; then begin again."""
-        made: list[list[list[Options]]] = [] if same else gather(self.made)
-        if counts := list(map(len, made)):
+        every: list[list[list[Options]]] = [] if same else gather(self.steps)
+        if counts := list(map(len, every)):
             behind, ahead = (counts.index(extreme(counts)) for extreme in (min, max))
             if counts[behind] < counts[ahead]:
                 raise MismatchProblem(
@@ -35,23 +35,23 @@ class OptimizerSteps:
                     f"{counts[ahead]}: call optimizer.step() on all ranks or on none, and decide by what all ranks have alike "
                     "(p.grad.norm().item(), not a part p.grad.to_local())"
                 )
-            other = next(rank for rank, each in enumerate(made) if each != made[0])
-            one, two = _by_words(made[0]), _by_words(made[other])
+            other = next(rank for rank, each in enumerate(every) if each != every[0])
+            one, two = _by_words(every[0]), _by_words(every[other])
             name = next((name for name in one if one[name] != two.get(name)), "groups")
             raise MismatchProblem(
                 f"{describe(0)} has made an optimizer step with {name} = {one.get(name)}, {describe(other)} with "
                 f"{two.get(name)}: give it the same value on all ranks (ReduceLROnPlateau: step by a loss that all ranks have)"
             )
-        self.made = []
+        self.steps = []
 
     def _add(self, optimizer: Optimizer, *_: object) -> None:
         ids = {id(parameter) for parameter in self.state.every_parameter.values()}
         if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
             groups = optimizer.param_groups
-            self.made.append([{key: each for key, each in own.items() if isinstance(each, (int, float))} for own in groups])
+            self.steps.append([{key: each for key, each in own.items() if isinstance(each, (int, float))} for own in groups])
 
 
-def _by_words(made: list[list[Options]]) -> Options:
+def _by_words(steps: list[list[Options]]) -> Options:
     """Return the options of all groups by their words; of equal ones those of the last step."""
-    groups = [(at, options) for step in made for at, options in enumerate(step)]
+    groups = [(at, options) for step in steps for at, options in enumerate(step)]
     return {f"{name} of group {at}": value for at, options in groups for name, value in options.items()}

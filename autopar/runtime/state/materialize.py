@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import gather, refused_together
+from ..compat.autograd import has_data
 from ..compat.dtensor import local_of
 from ..device.mesh import MeshHandle
 from ..errors import StateError
@@ -137,9 +138,11 @@ class State:
         return gather(value, self.mesh.group(pp.name)) if pp.size > 1 else [value]
 
     def names_on_any_stage(self, held: Collection[str]) -> list[str]:
-        """The parameters that are in `held` on any stage, in the model's order."""
+        """The parameters that are in `held` on any stage, in the model's order; all of them in a dry run."""
         names = [name for name, spec in self.index.specs.items() if not spec.buffer]
         flags = torch.tensor([name in held for name in names], dtype=torch.int32, device=self.mesh.device)
+        if not has_data(flags):
+            return names
         if self.mesh.pp.size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.mesh.group(self.mesh.pp.name))
         return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
@@ -154,7 +157,7 @@ class State:
         trained = frozenset(name for name, each in every.items() if each.requires_grad)
         if trained not in known:
             known[trained] = self.names_on_any_stage({name for name, each in self.parameters.items() if each in here})
-        away: list[Any] = [every[name] for name in known[trained] if name not in self.parameters]
+        away: list[Any] = [every[name] for name in known[trained] if name in trained and name not in self.parameters]
         for each in away:
             if not each._post_accumulate_grad_hooks:  # it did not train at first
                 own(each, holders_of(each), name_of(each))

@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..compat.autograd import apply, has_data, in_backward
 from ..compat.compile import is_traced
-from ..compat.dtensor import gathered, local_of, meta_like, operations_of_shards, reshape_in_place, usual_operation
+from ..compat.dtensor import (
+    gathered,
+    local_of,
+    meta_like,
+    operations_of_shards,
+    outside_of_fakes,
+    reshape_in_place,
+    usual_operation,
+)
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
@@ -210,10 +218,11 @@ def _asks_of_shape(op: Any) -> bool:
 
 def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
     """The results of an operation of tensors without values; of zeros where torch does not know their shapes otherwise."""
-    try:
-        return op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-    except NotImplementedError:
-        return op(*tree_map_only(torch.Tensor, _zeros, args), **tree_map_only(torch.Tensor, _zeros, kwargs))
+    with outside_of_fakes():
+        try:
+            return op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        except NotImplementedError:
+            return op(*tree_map_only(torch.Tensor, _zeros, args), **tree_map_only(torch.Tensor, _zeros, kwargs))
 
 
 def _zeros(value: torch.Tensor) -> torch.Tensor:
