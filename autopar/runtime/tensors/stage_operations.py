@@ -98,6 +98,10 @@ def _followed_by(usual: Operation) -> Operation:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         if _inside.get():
             return usual(op, args, kwargs)
+        if type(args[0]) is OnAnotherStage and _writes_first(op) and _holds_all(args[0], (*args[1:], *kwargs.values())):
+            return args[0]
+        if op is torch.ops.aten._local_scalar_dense.default and in_backward():  # of detect_anomaly(), in a graph of this rank
+            return 0 if isinstance(args[0], OnAnotherStage) else usual(op, args, kwargs)
         with _running():
             operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
             if is_traced() and not has_data(local_of(operands[0])):  # an optimizer makes its state while it is traced
@@ -120,7 +124,8 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
     known = {id(each) for each in written}
     operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
     fetched = _fetched(each for each in operands if not _has(each, holders))
-    args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
+    if fetched:
+        args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
     if holders is None:
         numbers = not any(each.dim() for each in values if isinstance(each, DTensor))
         if fetched and numbers and not (positions or torch.is_grad_enabled() or in_backward()):
@@ -129,7 +134,9 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
             return op(*args, **kwargs)
         return usual(op, args, kwargs)
     if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
-        return tree_map_only(DTensor, lambda each: held_by(each, holders), usual(op, args, kwargs))
+        result = usual(op, args, kwargs)
+        several = isinstance(result, (list, tuple))
+        return tree_map_only(DTensor, lambda each: held_by(each, holders), result) if several else held_by(result, holders)
     if positions:
         if torch.Tag.inplace_view in op.tags:
             reshape_in_place(written[0], op, args, kwargs)
@@ -201,6 +208,20 @@ def _has(value: Any, holders: Holders | None) -> bool:
 def _written(op: Any) -> tuple[int, ...]:
     """The positions of the arguments that an operation writes into."""
     return tuple(at for at, each in enumerate(op._schema.arguments) if each.alias_info is not None and each.alias_info.is_write)
+
+
+@cache
+def _writes_first(op: Any) -> bool:
+    """Return whether an operation does no more than to write into its first operand."""
+    more = torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.inplace_view in op.tags
+    return _written(op) == (0,) and not more and str(op._schema.arguments[0].type) == "Tensor"
+
+
+def _holds_all(target: OnAnotherStage, operands: Sequence[Any]) -> bool:
+    """Return whether the stages that hold a tensor hold all others, of which none is an ordinary one that ranks compare."""
+    holders = holders_of(target)
+    tensors = [each for each in flat(operands) if isinstance(each, torch.Tensor)]
+    return all(_has(each, holders) and (isinstance(each, DTensor) or not each.dim()) for each in tensors)
 
 
 @cache
