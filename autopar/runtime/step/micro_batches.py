@@ -114,21 +114,12 @@ def deliver_gradients(
 ) -> torch.Tensor:
     """Return the loss, whose backward hands out the gradients of the parameters that it reached, those of other stages of a
     pipeline too; one that reached none has no graph, but on a pipeline. `reached`: see `State.gradients_elsewhere`."""
-    elsewhere = state.gradients_elsewhere(gradients.keys(), reached)
-    if gradients:
-        loss = apply(_Deliver, loss, list(gradients.values()), state.loss_scale, *gradients)
-    elif state.pipeline is not None:
-        loss = loss.requires_grad_()
-    if elsewhere:  # beside autograd, which takes ten times as long for a tensor without elements
-        loss.register_hook(lambda _: add_elsewhere(elsewhere))
-    return loss
-
-
-def add_elsewhere(gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Give parameters of other stages the gradients that they have not yet."""
-    for parameter, gradient in gradients.items():
-        if parameter.grad is None:
-            parameter.grad = gradient
+    every = {**gradients, **state.gradients_elsewhere(gradients.keys(), reached)}
+    if not every:  # the first window of two weight versions has none yet
+        return loss if state.pipeline is None else loss.requires_grad_()
+    parameters = [each for each in state.every_parameter.values() if each in every]  # in which all ranks have them
+    result: torch.Tensor = apply(_Deliver, loss, [every[each] for each in parameters], state.loss_scale, *parameters)
+    return result
 
 
 def split_micro_batches(program: Program, inputs: Batch) -> list[Batch]:

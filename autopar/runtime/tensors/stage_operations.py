@@ -100,8 +100,6 @@ def _followed_by(usual: Operation) -> Operation:
             return usual(op, args, kwargs)
         if type(args[0]) is OnAnotherStage and _writes_first(op) and _holds_all(args[0], (*args[1:], *kwargs.values())):
             return args[0]
-        if op is torch.ops.aten._local_scalar_dense.default and in_backward():  # of detect_anomaly(), in a graph of this rank
-            return 0 if isinstance(args[0], OnAnotherStage) else usual(op, args, kwargs)
         with _running():
             operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
             if is_traced() and not has_data(local_of(operands[0])):  # an optimizer makes its state while it is traced
