@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from ..compat.dtensor import local_of, replace_local
 from ..errors import StateError
 from ..state.materialize import State
-from ..state.stage_tensors import for_holders
 from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"
@@ -147,7 +146,6 @@ class _Values:
                 f"{self.name} is {parameter.dtype} {tuple(parameter.shape)}, and its .data was set to {value.dtype} "
                 f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
             )
-        value = for_holders(parameter, value)
         with torch.no_grad():
             local = local_of(parameter)
             if self.name in state.unused:

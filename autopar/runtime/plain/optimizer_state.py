@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..compat.dtensor import placed_like, replicated
+from ..compat.dtensor import local_of, placed_like, replicated, with_local
 from ..errors import StateError
 from ..state.materialize import State
 from ..state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
@@ -136,7 +136,10 @@ def _sharded(state: State, name: str, parameter: nn.Parameter, value: Any) -> An
     holders = holders_of(parameter)
     if isinstance(parameter, OnAnotherStage) and holders is not None:
         return on_another_stage(value.shape, value.dtype, holders)
-    if value.shape != parameter.shape or name not in state.parameters:  # the means of rows or columns
+    if name not in state.parameters:  # which no program reads: where the plain model has it
+        own = value.to(local_of(parameter).device, copy=True)
+        return with_local(DTensor, own, parameter.device_mesh, own.shape, own.stride())
+    if value.shape != parameter.shape:  # the means of rows or columns
         return held_by(replicated(value.clone(), parameter.device_mesh), holders)
     local = state.local_part(name, value).to(state.mesh.device, copy=True, memory_format=torch.contiguous_format)
     return held_by(placed_like(local, parameter), holders)

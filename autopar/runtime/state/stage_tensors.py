@@ -66,14 +66,6 @@ class OnAnotherStage(DTensor):
 
     message: str
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        for_holders(self, value)
-
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> OnAnotherStage:  # of what torch.compile traces
         out: OnAnotherStage = over_local(OnAnotherStage, DTensor.__tensor_unflatten__(inner, spec, size, stride))

@@ -31,7 +31,7 @@ from ..compat.dtensor import (
 from ..compat.hooks import replaced, shard_operations
 from ..compat.torch_operations import all_operations
 from ..state.gradient import flat
-from ..state.stage_tensors import Holders, OnAnotherStage, held_by, holders_of, on_all_stages, on_another_stage
+from ..state.stage_tensors import Holders, OnAnotherStage, for_holders, held_by, holders_of, on_all_stages, on_another_stage
 from .mixed_operations import compared_before
 from .random_draws import draws_by_values
 
@@ -49,6 +49,7 @@ def follow_stages() -> ExitStack:
     """Let DTensor do the operations of each stage there, until the stack is closed; after other changes of DTensor's operations,
     which this one calls."""
     table, full, redistributed = operations_of_shards(), DTensor.full_tensor, DTensor.redistribute
+    data: Any = DTensor.data
 
     def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return full(_outside(self), *args, **kwargs)
@@ -58,10 +59,16 @@ def follow_stages() -> ExitStack:
         out: DTensor = held_by(placed, holders_of(self))
         return out
 
+    def put(self: DTensor, value: Any) -> None:
+        value = for_holders(self, value)
+        if not isinstance(self, OnAnotherStage):
+            data.__set__(self, value)
+
     hooks = ExitStack()
     hooks.enter_context(shard_operations({op: _followed_by(table.get(op, usual_operation)) for op in all_operations()}))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
     hooks.enter_context(replaced(DTensor, "redistribute", redistribute))
+    hooks.enter_context(replaced(DTensor, "data", property(data.__get__, put)))
     return hooks
 
 
@@ -84,7 +91,7 @@ class _OnAllStages(torch.autograd.Function):
         return grad if ctx.holders.here else on_another_stage(grad.shape, grad.dtype, ctx.holders)
 
 
-class _running:
+class _Inside:
     """A context in which operations are those of this stage alone."""
 
     def __enter__(self) -> None:
@@ -100,7 +107,7 @@ def _followed_by(usual: Operation) -> Operation:
             return usual(op, args, kwargs)
         if type(args[0]) is OnAnotherStage and _writes_first(op) and _holds_all(args[0], (*args[1:], *kwargs.values())):
             return args[0]
-        with _running():
+        with _Inside():
             operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
             if is_traced() and not has_data(local_of(operands[0])):  # an optimizer makes its state while it is traced
                 return usual(op, args, kwargs)
