@@ -24,6 +24,8 @@ from .data.length_sampler import LengthBatchSampler
 from .data.packed_sampler import PackedBatchSampler
 from .data.samplers import sampler_on_mesh
 from .errors import RuntimeProblem, StateError
+from .experts.placement import ExpertPlacement
+from .experts.rebalancing import ExpertRebalancing, Loads, rebalance_experts
 from .generate import generate
 from .module import Program
 from .ops.expert_load import MeasuredExpertLoad, expert_load
@@ -37,9 +39,8 @@ from .plain.plain_model import PlainModel
 from .report.measurement import Measurement, Predict
 from .report.step_report import StepReport
 from .sharded_module import ShardedModule
-from .state.expert_placement import ExpertPlacement
-from .state.expert_rebalancing import ExpertRebalancing, Loads, rebalance_experts
-from .state.materialize import State, materialize
+from .state.materialize import materialize
+from .state.model_state import State
 from .state.offload_optimizer import check_offload_device, offload_as_planned
 from .state.weight_source import WeightSource, further_names
 from .step.compiled_blocks import compile_blocks

@@ -21,6 +21,7 @@ from .comm.agreement import gather
 from .comm.heartbeat import Heartbeat
 from .compat.dtensor import local_of, replicated
 from .errors import StateError
+from .experts.placement import ExpertPlacement
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
@@ -31,9 +32,8 @@ from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
 from .pretrained.export import save_pretrained
 from .pretrained.load import load_pretrained, saved_names
-from .state.expert_placement import ExpertPlacement
 from .state.gradient import clip_gradients
-from .state.materialize import State
+from .state.model_state import State
 from .state.offload_optimizer import offload_optimizer
 from .state.stage_tensors import OnAnotherStage, for_holders, held_by, holders_of, on_another_stage
 from .state.weight_source import WeightSource

@@ -30,7 +30,7 @@ from .plain.frozen_reads import FrozenReads, Reads
 from .plain.optimizer_steps import OptimizerSteps
 from .plain.plain_model import PlainModel
 from .state.lend import UnfrozenParameters, lend_state
-from .state.materialize import State
+from .state.model_state import State
 from .step.compiled_blocks import compile_blocks
 from .step.inputs import arguments_by_name
 from .step.micro_batches import Batch, StepResult, run_micro_batches, split_result

@@ -18,7 +18,10 @@ LIMIT = 15
 ROOMS = {
     "cost_models": ("formulas", "hardware", "tensors", "comm", "compute", "state", "step", "breakdown", "calibrate"),
     "solve": ("problem", "space", "ilp", "fixed", "bounds", "mesh", "pipeline"),
-    "runtime": ("device", "comm", "ops", "state", "step", "pipeline", "plain", "checkpoint", "pretrained", "transfer", "report"),
+    "runtime": (
+        *("device", "comm", "ops", "state", "experts", "step", "pipeline", "plain", "checkpoint", "pretrained", "transfer"),
+        "report",
+    ),
 }
 """Of the three large parts, each room imports those before it; files beside the rooms are described in HIGH and LOW."""
 

@@ -17,7 +17,7 @@ from ..device.mesh import MeshHandle
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
 from ..plain.optimizer_state import names_by_group
 from ..plain.plain_model import PlainModel, first_names
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
 from .manifest import Manifest
 

@@ -13,7 +13,7 @@ from ..compat.collectives import coordinate_in
 class AxisHandle:
     """A mesh axis as this rank sees it. `coordinate` is its place on the axis; `group_name` is empty where the axis has one rank.
     `shares`: the examples of each rank, where the axis shards the batch unevenly. `slots`: where a block has its experts in
-    another order than the model, the slot of each expert, and of dropped copies (`state.expert_placement`)."""
+    another order than the model, the slot of each expert, and of dropped copies (`experts.placement`)."""
 
     name: str
     size: int = 1

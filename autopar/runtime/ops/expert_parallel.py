@@ -5,7 +5,7 @@ Owned: all tokens are on every rank, and each rank computes the copies of its ow
 Each rank sends every copy, with its weight, to the rank that has its expert; there it is computed, and sent back. The numbers of
 copies are exchanged first. The backward does the same in reverse. Arguments are those of `mixtures.moe_experts`, with ``up[E / n,
 ...]`` and so on: this rank's experts. Capacity is applied before (`expert_capacity`). Where the axis has `slots`, experts are in
-another order than their numbers (`state.expert_placement`): copies are sorted by slot.
+another order than their numbers (`experts.placement`): copies are sorted by slot.
 """
 
 from __future__ import annotations

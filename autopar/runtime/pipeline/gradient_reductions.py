@@ -12,7 +12,7 @@ from ..compat.modules import clear_forward_order, finish_backward, reduce_gradie
 from ..device.groups import shared_group
 from ..state.fsdp import configure_backward, set_backward_prefetch, zero_stages
 from ..state.gradient_buckets import GradientBuckets, accumulate_gradient
-from ..state.materialize import State
+from ..state.model_state import State
 from .stage_modules import ModelChunk, PipelineProgram
 
 

@@ -21,7 +21,7 @@ from ..comm.p2p import PendingSend
 from ..compat.autograd import saved_tensor, storage_key
 from ..compat.dtensor import local_of
 from ..errors import RuntimeProblem
-from ..state.materialize import State
+from ..state.model_state import State
 from ..step.micro_batches import (
     Batch,
     ComputedStep,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.dtensor import local_of, replace_local
 from ..errors import StateError
-from ..state.materialize import State
+from ..state.model_state import State
 from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import RuntimeProblem, StateError
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.stage_tensors import OnAnotherStage
 from .plain_attributes import attribute_of
 from .plain_loading import extra_state

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..compat.dtensor import local_of, placed_like, replicated, with_local
 from ..errors import StateError
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.stage_tensors import OnAnotherStage, held_by, holders_of, on_another_stage
 
 Parameters = Mapping[str, nn.Parameter]

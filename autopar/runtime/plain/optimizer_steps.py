@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..comm.agreement import gather
 from ..compat.hooks import around_optimizer_steps
 from ..errors import MismatchProblem
-from ..state.materialize import State
+from ..state.model_state import State
 
 Options = dict[str, float]
 """The numbers among the options of a group by name."""

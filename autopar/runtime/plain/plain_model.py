@@ -21,7 +21,7 @@ from ..compat.dtensor import with_local
 from ..compat.hooks import around_optimizer_steps
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import hooked, own
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.weight_source import Weight, named_tensors, whole_weight
 from .frozen_reads import FrozenReads
 from .plain_attributes import PlainAttributes

@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoint.rounds import Rounds
 from ..errors import StateError
 from ..plain.plain_model import PlainModel
-from ..state.materialize import State
+from ..state.model_state import State
 
 
 def is_adapted(model: object) -> bool:

@@ -20,7 +20,7 @@ from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel
 from ..progress import advance, working
 from ..state.layout import shard_specs
-from ..state.materialize import Slice, State
+from ..state.model_state import Slice, State
 from .conversions import hub_tensors
 from .layout import ExportedTensor, Part, aside, byte_count, discard, divide, file_names, finish
 from .load import saved_names

@@ -19,7 +19,7 @@ from ..compat.dtensor import local_of
 from ..device.groups import several_ranks
 from ..errors import CheckpointProblem
 from ..plain.plain_model import PlainModel, first_names
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.weight_source import Weight, fill_missing, named_tensors, whole_weight
 from .weight_files import PretrainedWeights, misfit, open_weights
 

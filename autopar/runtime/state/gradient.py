@@ -133,15 +133,18 @@ def own(canonical: nn.Parameter, holders: Holders | None, name: str) -> None:
     canonical.autopar_name = name  # type: ignore[attr-defined]
     held_by(canonical, holders)
 
-    def wrap(parameter: torch.Tensor) -> None:
-        gradient, data = parameter.grad, parameter.data
-        if isinstance(parameter, DTensor):
-            gradient = for_holders(parameter, gradient)
-        if isinstance(parameter, OnAnotherStage) and (holders := holders_of(parameter)):
-            parameter.grad = on_another_stage(parameter.shape, parameter.dtype, holders)
-        elif isinstance(gradient, DTensor) and isinstance(data, DTensor) and isinstance(parameter, nn.Parameter):
-            placed = gradient.placements == data.placements  # or gathered by what it was computed with
-            parameter.grad = gradient_of(parameter, gradient if placed else gradient.redistribute(placements=data.placements))
+    def wrap(parameter: Any) -> None:
+        if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+            return
+        gradient: Any = for_holders(parameter, parameter.grad)
+        if isinstance(parameter, OnAnotherStage):
+            if (holders := holders_of(parameter)) and not isinstance(gradient, OnAnotherStage):
+                gradient = on_another_stage(parameter.shape, parameter.dtype, holders)
+        else:
+            if gradient.placements != parameter.placements:  # gathered by what it was computed with
+                gradient = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient_of(parameter, gradient)  # type: ignore[arg-type]
+        parameter.grad = gradient
 
     wrap.autopar = True  # type: ignore[attr-defined]
     if canonical.requires_grad:

@@ -23,7 +23,7 @@ from ..errors import StateError
 from ..module import BlockModule, ParameterSpec, Program, RootModule
 from .gradient import own
 from .gradient_buckets import GradientBuckets, redirect_gradients
-from .materialize import State
+from .model_state import State
 from .parameter_table import ParameterEntry, Table
 from .stage_tensors import holders_of
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
-from ..compat.dtensor import gathered, over_local, replicated, with_local
+from ..compat.dtensor import gathered, over_local, with_local
 from ..device.mesh import MeshHandle
 from ..errors import StateError
 
@@ -148,5 +148,6 @@ def on_all_stages(values: Iterable[Any]) -> list[Any]:
             flat = torch.empty(sum(sizes), dtype=some[0].dtype, device=pipeline.mesh.device)
         parts = pipeline.receive(flat, stages[0]).split(sizes)
         for position, each, part in zip(positions, some, parts, strict=True):
-            out[position] = replicated(part.view(each.shape), each.device_mesh)
+            value = part.view(each.shape)
+            out[position] = with_local(DTensor, value, each.device_mesh, value.shape, value.stride())
     return out

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.agreement import refused_together
+from ..device.mesh import MeshHandle
 from ..errors import StateError
+from ..module import ParameterSpec
+from ..progress import advance
 
 
 class WeightInParts(NamedTuple):
@@ -166,3 +170,25 @@ def _spoiled(buffer: torch.Tensor) -> bool:
     if buffer.is_floating_point():
         return bool(buffer.isnan().any())
     return buffer.dtype == torch.bool or bool((buffer == torch.iinfo(buffer.dtype).min).any())
+
+
+@contextlib.contextmanager
+def refused_on_all_stages(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
+    """Refuse on all stages a state that one stage refuses, after all have asked for the same weights."""
+    finish = source.finish if isinstance(source, OrderedSource) else lambda: None
+    with refused_together(mesh.describe, asked=isinstance(source, OrderedSource)):
+        try:
+            yield
+        except StateError:
+            finish()
+            raise
+        finish()
+
+
+def checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> Weight:
+    """Return a full tensor, of the shape of the plan. StateError for another one."""
+    advance()
+    full = full_weight(source, name)
+    if tuple(full.shape) != tuple(spec.shape):
+        raise StateError(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
+    return full

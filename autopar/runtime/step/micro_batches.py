@@ -18,7 +18,7 @@ from ..errors import BatchError, RuntimeProblem
 from ..module import Program
 from ..state.fsdp import prepare_backward
 from ..state.loss_scale import LossScale
-from ..state.materialize import State
+from ..state.model_state import State
 from .outputs import join_micro_batches, reduce_parts
 
 Batch = dict[str, torch.Tensor]

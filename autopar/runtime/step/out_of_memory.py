@@ -22,7 +22,7 @@ from ..compat.dtensor import local_of
 from ..compat.hooks import around_optimizer_steps
 from ..errors import MemoryProblem
 from ..quantities import size_words
-from ..state.materialize import State
+from ..state.model_state import State
 
 _WORDS = (
     "DefaultCPUAllocator: can't allocate memory",

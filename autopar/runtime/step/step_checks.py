@@ -25,7 +25,7 @@ from ..device.groups import several_ranks
 from ..device.mesh import PIPELINE_AXIS
 from ..errors import NotFiniteProblem, ReplicaProblem, RuntimeProblem
 from ..module import BlockModule, Program
-from ..state.materialize import State
+from ..state.model_state import State
 from .micro_batches import StepResult
 from .same_batch import checksum_on_device
 

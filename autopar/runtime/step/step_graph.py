@@ -25,7 +25,7 @@ from ..errors import RuntimeProblem
 from ..module import BlockModule, Program
 from ..ops.functions import held_constants
 from ..state.gradient import local_gradient
-from ..state.materialize import State
+from ..state.model_state import State
 from .micro_batches import Batch, ComputedStep, StepResult, compute_step, deliver_gradients, run_micro_batches
 
 _STEPS_BEFORE = 2

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import cache, reduce
-from typing import Any
+from functools import cache, lru_cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..compat.autograd import apply, has_data, in_backward
 from ..compat.compile import is_traced
@@ -40,8 +40,6 @@ Operation = Callable[[Any, Any, Any], Any]
 
 _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "allclose"))
 """Operations that give a script a value."""
-_OF_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-"""Begin the names of operations that do the same for each position of their lists."""
 _inside = ContextVar("inside", default=False)
 
 
@@ -108,21 +106,23 @@ def _followed_by(usual: Operation) -> Operation:
         if type(args[0]) is OnAnotherStage and _writes_first(op) and _holds_all(args[0], (*args[1:], *kwargs.values())):
             return args[0]
         with _Inside():
-            operands = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, DTensor)]
-            if is_traced() and not has_data(local_of(operands[0])):  # an optimizer makes its state while it is traced
+            values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
+            shards = [each for each in values if isinstance(each, DTensor)]
+            if is_traced() and not has_data(local_of(shards[0])):  # an optimizer makes its state while it is traced
                 return usual(op, args, kwargs)
-            if not any(map(holders_of, operands)) or _asks_of_shape(op):
+            if not any(map(holders_of, shards)) or _asks_of_shape(op):
                 return usual(op, args, kwargs)
+            if len(values) == 1 and _stays(op):  # of each gradient of each backward, most often
+                return _result(usual, op, args, kwargs, values, holders_of(values[0]))
             with compared_before(op, args):
-                return (_follow_lists if op._schema.name.startswith(_OF_LISTS) else _follow)(usual, op, args, kwargs)
+                return (_follow_lists if _of_lists(op) else _follow)(usual, op, args, kwargs, values)
 
     return run
 
 
-def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
+def _follow(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[torch.Tensor]) -> Any:
     positions = _written(op)
-    named = [argument.name for argument in op._schema.arguments]
-    values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
+    named = [argument.name for argument in op._schema.arguments] if positions else []
     written = [args[at] if at < len(args) else kwargs.get(named[at]) for at in positions]
     everywhere = _has_values(op) or draws_by_values(op)
     holders = holders_of(written[0]) if positions else None if everywhere else _together(values)
@@ -138,19 +138,28 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
             args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
             return op(*args, **kwargs)
         return usual(op, args, kwargs)
+    if positions and not holders.here and torch.Tag.nondeterministic_seeded not in op.tags:
+        if torch.Tag.inplace_view in op.tags:
+            reshape_in_place(written[0], op, args, kwargs)
+        return written[0]
+    return _result(usual, op, args, kwargs, values, holders)
+
+
+def _result(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[torch.Tensor], holders: Holders | None) -> Any:
+    """The result of an operation that these stages do."""
+    assert holders is not None
     if holders.here or torch.Tag.nondeterministic_seeded in op.tags:  # all ranks draw the same numbers
         result = usual(op, args, kwargs)
         several = isinstance(result, (list, tuple))
         return tree_map_only(DTensor, lambda each: held_by(each, holders), result) if several else held_by(result, holders)
-    if positions:
-        if torch.Tag.inplace_view in op.tags:
-            reshape_in_place(written[0], op, args, kwargs)
-        return written[0]
     message = next((each.message for each in values if isinstance(each, OnAnotherStage) and each.message), "")
-    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders, message), _shapes(op, args, kwargs))
+    shapes = _shapes(op, args, kwargs)
+    if isinstance(shapes, torch.Tensor):
+        return _as_elsewhere(shapes, holders, message)
+    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders, message), shapes)
 
 
-def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
+def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[torch.Tensor]) -> Any:
     length = len(args[0])
     lists = [at for at, each in enumerate(args) if isinstance(each, (list, tuple)) and len(each) == length]
     singles = [each for at, each in enumerate(args) if at not in lists] + list(kwargs.values())
@@ -184,6 +193,9 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any) -> Any:
 def _together(values: Sequence[torch.Tensor]) -> Holders | None:
     """The stages that do an operation: those that hold all of its tensors, to which its numbers go; None for all stages. A number
     that is differentiated is on one stage only where all that it is computed of is: its gradient goes back to all of that."""
+    first = holders_of(values[0])
+    if all(holders_of(each) is first for each in values):
+        return first
     tensors = [each for each in values if each.dim()] or values
     every = [holders for holders in map(holders_of, tensors) if holders is not None]
     graph = in_backward() or (torch.is_grad_enabled() and any(each.requires_grad for each in values))
@@ -204,8 +216,8 @@ def _fetched(values: Iterable[Any]) -> dict[int, Any]:
 def _has(value: Any, holders: Holders | None) -> bool:
     """Return whether the stages that do an operation hold an operand of it."""
     own = holders_of(value)
-    if own is None or holders is None:
-        return own is None
+    if own is None or holders is None or own is holders:
+        return own is holders or own is None
     return holders.stages <= own.stages and holders.pipeline.mesh.whole_mesh == own.pipeline.mesh.whole_mesh
 
 
@@ -213,6 +225,18 @@ def _has(value: Any, holders: Holders | None) -> bool:
 def _written(op: Any) -> tuple[int, ...]:
     """The positions of the arguments that an operation writes into."""
     return tuple(at for at, each in enumerate(op._schema.arguments) if each.alias_info is not None and each.alias_info.is_write)
+
+
+@cache
+def _stays(op: Any) -> bool:
+    """Return whether the result of an operation on one tensor is where that is."""
+    return not (_written(op) or _has_values(op) or draws_by_values(op) or _of_lists(op))
+
+
+@cache
+def _of_lists(op: Any) -> bool:
+    """Return whether an operation does the same for each position of its lists."""
+    return op._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))  # type: ignore[no-any-return]
 
 
 @cache
@@ -243,23 +267,53 @@ def _asks_of_shape(op: Any) -> bool:
 
 
 def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
-    """The results of an operation of tensors without values; of zeros where torch does not know their shapes otherwise."""
+    """The results of an operation as meta tensors."""
+    call = op, _signature(args), tuple(kwargs), _signature(tuple(kwargs.values()))
+    try:
+        return _known_shapes(*call)
+    except TypeError:  # symbols of a trace have no hash
+        return _computed_shapes(*call)
+
+
+class _Shape(NamedTuple):
+    """A tensor without values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _signature(value: Any) -> Any:
+    """An argument as far as the shapes of results depend on it: a number with its type, since 1 and 1.0 are equal."""
+    if isinstance(value, torch.Tensor):
+        return _Shape(tuple(value.shape), value.stride(), value.dtype)
+    return tuple(map(_signature, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+def _computed_shapes(op: Any, args: Any, names: Sequence[str], options: Any) -> Any:
     with outside_of_fakes():
         try:
-            return op(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-        except NotImplementedError:
-            return op(*tree_map_only(torch.Tensor, _zeros, args), **tree_map_only(torch.Tensor, _zeros, kwargs))
+            return op(*_arguments(args), **dict(zip(names, _arguments(options), strict=True)))
+        except NotImplementedError:  # torch knows no shapes: of zeros
+            results = op(*_arguments(args, "cpu"), **dict(zip(names, _arguments(options, "cpu"), strict=True)))
+            return tree_map_only(torch.Tensor, meta_like, results)
 
 
-def _zeros(value: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(value.shape, dtype=value.dtype)
+_known_shapes = lru_cache(maxsize=2**12)(_computed_shapes)
+
+
+def _arguments(signatures: Sequence[Any], device: str = "meta") -> list[Any]:
+    """Arguments with these signatures, zeros."""
+    out: list[Any] = []
+    for each in signatures:
+        if isinstance(each, _Shape):
+            out.append(torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device).zero_())
+        elif len(each) == 2 and isinstance(each[0], type):
+            out.append(torch.device(device) if each[0] is torch.device else each[1])
+        else:
+            out.append(_arguments(each, device))
+    return out
 
 
 def _as_elsewhere(shape: torch.Tensor, holders: Holders, message: str = "") -> OnAnotherStage:
     return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride(), message=message)
-
-
-def _without_values(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return meta_like(value)
-    return torch.device("meta") if isinstance(value, torch.device) else value

@@ -20,7 +20,7 @@ from ..compat.hooks import shard_operations
 from ..compat.torch_operations import collective_operations
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import name_of
-from ..state.materialize import State
+from ..state.model_state import State
 from ..state.stage_tensors import holders_of, on_all_stages
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import autopar
 from autopar.program.load import load_program
-from autopar.runtime.state.expert_mixtures import _mixture_of
-from autopar.runtime.state.expert_rebalancing import assign_experts
+from autopar.runtime.experts.mixtures import _mixture_of
+from autopar.runtime.experts.rebalancing import assign_experts
 from autopar.runtime.state.lend import lend_state
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ..comm.agreement import Stated, gather, refused_together, require_agreement
 from ..errors import PlacementProblem
 from ..ops.expert_load import MeasuredExpertLoad
-from .expert_mixtures import ExpertMixture
-from .expert_placement import ExpertOrder, ExpertPlacement
+from .mixtures import ExpertMixture
+from .placement import ExpertOrder, ExpertPlacement
 
 LOGGER = logging.getLogger("autopar")
 Loads = Sequence[MeasuredExpertLoad | Sequence[float]]

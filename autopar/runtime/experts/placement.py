@@ -25,9 +25,9 @@ from ..compat.hooks import around_optimizer_steps
 from ..device.mesh import BlockMesh
 from ..errors import PlacementProblem
 from ..module import BlockModule, Program
-from .expert_mixtures import ExpertMixture, expert_mixtures
-from .layout import gather_zero, zero_shard
-from .materialize import State
+from ..state.layout import gather_zero, zero_shard
+from ..state.model_state import State
+from .mixtures import ExpertMixture, expert_mixtures
 
 ExpertOrder = tuple[int, ...]
 """The expert in each slot; the slots of a rank follow each other, those of the next rank come next."""
