@@ -103,17 +103,17 @@ def _followed_by(usual: Operation) -> Operation:
     def run(op: Any, args: Any, kwargs: Any) -> Any:
         if _inside.get():
             return usual(op, args, kwargs)
-        if type(args[0]) is OnAnotherStage and _writes_first(op) and _holds_all(args[0], (*args[1:], *kwargs.values())):
-            return args[0]
         with _Inside():
             values = [each for each in (*flat(args), *flat(kwargs.values())) if isinstance(each, torch.Tensor)]
             shards = [each for each in values if isinstance(each, DTensor)]
             if is_traced() and not has_data(local_of(shards[0])):  # an optimizer makes its state while it is traced
                 return usual(op, args, kwargs)
-            if not any(map(holders_of, shards)) or _asks_of_shape(op):
+            holders = holders_of(shards[0])
+            alike = all(holders_of(each) is holders for each in shards)
+            if (alike and holders is None) or _asks_of_shape(op):
                 return usual(op, args, kwargs)
-            if len(values) == 1 and _stays(op):  # of each gradient of each backward, most often
-                return _result(usual, op, args, kwargs, values, holders_of(values[0]))
+            if alike and len(shards) == len(values) and _needs_operands_alone(op):  # most often: of an optimizer
+                return _result(usual, op, args, kwargs, values, holders)
             with compared_before(op, args):
                 return (_follow_lists if _of_lists(op) else _follow)(usual, op, args, kwargs, values)
 
@@ -121,11 +121,9 @@ def _followed_by(usual: Operation) -> Operation:
 
 
 def _follow(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[torch.Tensor]) -> Any:
-    positions = _written(op)
-    named = [argument.name for argument in op._schema.arguments] if positions else []
-    written = [args[at] if at < len(args) else kwargs.get(named[at]) for at in positions]
+    written = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written(op)]
     everywhere = _has_values(op) or draws_by_values(op)
-    holders = holders_of(written[0]) if positions else None if everywhere else _together(values)
+    holders = holders_of(written[0]) if written else None if everywhere else _together(values)
     known = {id(each) for each in written}
     operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
     fetched = _fetched(each for each in operands if not _has(each, holders))
@@ -133,15 +131,11 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[
         args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
     if holders is None:
         numbers = not any(each.dim() for each in values if isinstance(each, DTensor))
-        if fetched and numbers and not (positions or torch.is_grad_enabled() or in_backward()):
+        if fetched and numbers and not (written or torch.is_grad_enabled() or in_backward()):
             # ordinary numbers, as those of a gradient are without a pipeline; of several models they are on several meshes
             args, kwargs = tree_map_only(DTensor, gathered, (args, kwargs))
             return op(*args, **kwargs)
         return usual(op, args, kwargs)
-    if positions and not holders.here and torch.Tag.nondeterministic_seeded not in op.tags:
-        if torch.Tag.inplace_view in op.tags:
-            reshape_in_place(written[0], op, args, kwargs)
-        return written[0]
     return _result(usual, op, args, kwargs, values, holders)
 
 
@@ -152,6 +146,11 @@ def _result(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[
         result = usual(op, args, kwargs)
         several = isinstance(result, (list, tuple))
         return tree_map_only(DTensor, lambda each: held_by(each, holders), result) if several else held_by(result, holders)
+    for at, name in _written(op):
+        written = args[at] if at < len(args) else kwargs[name]
+        if torch.Tag.inplace_view in op.tags:
+            reshape_in_place(written, op, args, kwargs)
+        return written
     message = next((each.message for each in values if isinstance(each, OnAnotherStage) and each.message), "")
     shapes = _shapes(op, args, kwargs)
     if isinstance(shapes, torch.Tensor):
@@ -222,35 +221,22 @@ def _has(value: Any, holders: Holders | None) -> bool:
 
 
 @cache
-def _written(op: Any) -> tuple[int, ...]:
-    """The positions of the arguments that an operation writes into."""
-    return tuple(at for at, each in enumerate(op._schema.arguments) if each.alias_info is not None and each.alias_info.is_write)
+def _written(op: Any) -> tuple[tuple[int, str], ...]:
+    """The positions and names of the arguments that an operation writes into."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 @cache
-def _stays(op: Any) -> bool:
-    """Return whether the result of an operation on one tensor is where that is."""
-    return not (_written(op) or _has_values(op) or draws_by_values(op) or _of_lists(op))
+def _needs_operands_alone(op: Any) -> bool:
+    """Return whether the stages that hold all operands do an operation, without a word to the others."""
+    return not (_has_values(op) or draws_by_values(op) or _of_lists(op))
 
 
 @cache
 def _of_lists(op: Any) -> bool:
     """Return whether an operation does the same for each position of its lists."""
     return op._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))  # type: ignore[no-any-return]
-
-
-@cache
-def _writes_first(op: Any) -> bool:
-    """Return whether an operation does no more than to write into its first operand."""
-    more = torch.Tag.nondeterministic_seeded in op.tags or torch.Tag.inplace_view in op.tags
-    return _written(op) == (0,) and not more and str(op._schema.arguments[0].type) == "Tensor"
-
-
-def _holds_all(target: OnAnotherStage, operands: Sequence[Any]) -> bool:
-    """Return whether the stages that hold a tensor hold all others, of which none is an ordinary one that ranks compare."""
-    holders = holders_of(target)
-    tensors = [each for each in flat(operands) if isinstance(each, torch.Tensor)]
-    return all(_has(each, holders) and (isinstance(each, DTensor) or not each.dim()) for each in tensors)
 
 
 @cache
