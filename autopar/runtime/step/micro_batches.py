@@ -23,7 +23,7 @@ from .outputs import join_micro_batches, reduce_parts
 
 Batch = dict[str, torch.Tensor]
 StepResult = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""A loss, and outputs outputs_of_part it."""
+"""A loss, and the outputs beside it."""
 
 
 class ComputedStep(NamedTuple):
