@@ -35,7 +35,7 @@ from .pretrained.load import load_pretrained, saved_names
 from .state.gradient import clip_gradients
 from .state.model_state import State
 from .state.offload_optimizer import offload_optimizer
-from .state.stage_tensors import OnAnotherStage, for_holders, held_by, holders_of, on_another_stage
+from .state.stage_tensors import OnAnotherStage, for_holders, holders_of
 from .state.weight_source import WeightSource
 from .step.out_of_memory import MemoryGuard, WatchedWork
 from .transfer.connection import Endpoint
@@ -63,12 +63,9 @@ class ShardedModule(TreeNode):
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         """DTensors over the data of the buffers, which go together with the parameters in one operation."""
-        names, holders = {id(buffer): name for name, buffer in self.state.buffers.items()}, self.state.holders_of
-        for buffer in super().buffers(recurse):
-            if isinstance(buffer, OnAnotherStage) and (others := holders_of(buffer)):
-                yield on_another_stage(buffer.shape, buffer.dtype, others)
-            else:
-                yield held_by(replicated(buffer, self.program.mesh.state_mesh), holders(names.get(id(buffer), "")))
+        for name, buffer in self.named_buffers(recurse=recurse):
+            of_stage = self.assignments.with_stages(self, name, buffer)
+            yield of_stage if isinstance(of_stage, DTensor) else replicated(of_stage, self.program.mesh.state_mesh)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""
@@ -90,8 +87,6 @@ class ShardedModule(TreeNode):
 
     def _why_part_of_state(self, state: Mapping[str, Any]) -> str:
         """Return why a plain model cannot load it; "" where it can."""
-        if self.program.mesh.pp.size > 1:
-            return "has the weights of one stage of the pipeline"
         missing = [] if self.plain is None else self.plain.unfit_keys(state)[0]
         return f"has no {missing[0]}, which no program uses" if missing else ""
 

@@ -68,6 +68,10 @@ class Assignments:
         else:
             self._set_attribute(node, where, name, value)
 
+    def with_stages(self, node: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a buffer of the tree as a tensor that knows which stages of a pipeline hold it; itself where all ranks do."""
+        return self.state.with_stages(self._first_name(_join(self.paths.get(id(node), ""), name)), buffer)
+
     def refuse(self, node: nn.Module, name: str = "") -> None:
         """Refuse methods of modules that would change their parameters, buffers and modules."""
         raise self._refused(_join(self.paths.get(id(node), ""), name).removesuffix(".") or "the model")

@@ -2,7 +2,7 @@
 computation.
 
 Tied parameters stand under all of their names, as shared modules do. Those of other stages of a pipeline are there without
-elements (`state.stage_tensors`), and in no state dict of this rank.
+elements (`state.stage_tensors`), in state dicts too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RuntimeProblem, StateError
 from ..state.model_state import State
-from ..state.stage_tensors import OnAnotherStage
 from .plain_attributes import attribute_of
 from .plain_loading import extra_state
 from .plain_model import PlainModel
@@ -62,23 +61,24 @@ class TreeNode(nn.Module):
         return next((each[name] for each in (self._parameters, self._buffers) if name in each), None)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with self._without_other_stages():
+        with self._stages_of_buffers():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        with self._without_other_stages():
+        with self._stages_of_buffers():
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     @contextlib.contextmanager
-    def _without_other_stages(self) -> Iterator[None]:
-        """Leave out the parameters and buffers that other stages of a pipeline hold, and have in their state dicts."""
-        before = self._parameters, self._buffers
-        own = [{name: each for name, each in every.items() if not isinstance(each, OnAnotherStage)} for every in before]
-        self.__dict__.update(_parameters=own[0], _buffers=own[1])
+    def _stages_of_buffers(self) -> Iterator[None]:
+        """Let buffers know the stages of the pipeline that hold them, as parameters do: all ranks read, send and write alike."""
+        before, assignments = self._buffers, self.__dict__.get("assignments")
+        if before and assignments is not None:
+            every = {name: each if each is None else assignments.with_stages(self, name, each) for name, each in before.items()}
+            self.__dict__["_buffers"] = every
         try:
             yield
         finally:
-            self.__dict__.update(_parameters=before[0], _buffers=before[1])
+            self.__dict__["_buffers"] = before
 
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")

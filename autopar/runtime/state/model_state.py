@@ -12,7 +12,7 @@ from torch import nn
 
 from ..comm.agreement import gather
 from ..compat.autograd import has_data
-from ..compat.dtensor import local_of
+from ..compat.dtensor import local_of, replicated
 from ..device.mesh import MeshHandle
 from ..module import ParameterSpec, RootModule
 from ..progress import working
@@ -21,7 +21,7 @@ from .gradient_buckets import GradientBuckets
 from .layout import gather_full, model_shard, own_positions, zero_shard
 from .loss_scale import LossScale
 from .parameter_table import ParameterIndex, Table
-from .stage_tensors import Holders, OnAnotherStage, PipelineStages, holders_of, on_another_stage
+from .stage_tensors import Holders, OnAnotherStage, PipelineStages, held_by, holders_of, on_another_stage
 from .weight_source import OrderedSource, Weight, WeightInParts, WeightSource, checked_weight, refused_on_all_stages, whole_weight
 
 
@@ -82,6 +82,14 @@ class State:
         """Return the stages of the pipeline that hold a parameter or buffer."""
         stages = self.index.holders.get(name)
         return None if self.pipeline is None or stages is None else Holders(self.pipeline, frozenset(stages))
+
+    def with_stages(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor over the data of a buffer that some stages of a pipeline hold; any other buffer itself."""
+        if (holders := self.holders_of(name)) is None:
+            return buffer
+        if isinstance(buffer, OnAnotherStage):
+            return on_another_stage(buffer.shape, buffer.dtype, holders)
+        return held_by(replicated(buffer, self.mesh.state_mesh), holders)  # type: ignore[no-any-return]
 
     def full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None
