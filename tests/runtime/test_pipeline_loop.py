@@ -152,9 +152,7 @@ def test_state_goes_in_and_out(program: str, ranks: RankPool) -> None:
         assert found_loss == pytest.approx(loss, rel=1e-12)
         assert "has no" in problems[1]
     assert any("layers.3.up.bias has shape (3,)" in problems[0] for _, _, _, problems, _, _ in found)
-    held = [set(mine) for *_, mine, _ in found]
-    assert held[0] == held[1] and held[2] == held[3] and held[0] | held[2] == names
-    assert held[0] & held[2] == ({"embed.weight"} if program == PLANS[0][0] else set())
+    assert all(set(mine) == names for *_, mine, _ in found)
 
 
 def steps(parallel: Parallel, optimizer: torch.optim.Optimizer, seeds: range) -> float:

@@ -21,7 +21,7 @@ Script = Callable[[Any], list[float]]
 
 
 class Words(nn.Module):
-    """Has a tied matrix on the first and the last stage, and parameters that no forward reads."""
+    """Has a tied matrix and buffers on the first and the last stage, and parameters that no forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,14 @@ class Words(nn.Module):
         self.spare = nn.Linear(4, 4)
         self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.words.weight
+        self.register_buffer("shift", torch.full((8,), 0.5))
+        self.register_buffer("slope", torch.full((8,), 2.0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.words(x)
+        h = self.words(x) + self.shift
         for block in self.blocks:
             h = h + block(h)
-        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+        return F.cross_entropy(self.head(h * self.slope).flatten(0, 1), y.flatten())
 
 
 class Scaled(nn.Module):
@@ -187,9 +189,30 @@ def data_of_others(model: Any) -> list[float]:
     return [kept.norm().item(), first.weight.grad.norm().item(), *(p.norm().item() for p in model.parameters())]
 
 
+def state_dicts(model: Any) -> list[float]:
+    """Read, averaged, changed in place, given to another layer, to a plain model and back."""
+    average = copy.deepcopy(model.state_dict())
+    found = steps(model, torch.optim.AdamW(model.parameters()))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            average[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+        for value in model.state_dict().values():
+            value.mul_(1.5)
+    found += [value.norm().item() for value in (*average.values(), *model.state_dict().values())]
+    model.blocks[3].load_state_dict(model.blocks[0].state_dict())
+    plain = words()
+    plain.load_state_dict(model.state_dict())
+    found += [float(each.norm()) for each in plain.state_dict().values()] + steps(model, torch.optim.SGD(model.parameters(), 0.1))
+    partly = {**model.state_dict(), **{name: 2.0 * each for name, each in plain.blocks.state_dict(prefix="blocks.").items()}}
+    model.load_state_dict(partly)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(average)
+    return found + steps(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 SCRIPTS: tuple[Script, ...] = (
     *(by_position, frozen_by_position, numbers_one_by_one, penalties, lbfgs, averages, draws, state_in_a_file),
-    *(inside_of_another, full_states, data_of_others),
+    *(inside_of_another, full_states, data_of_others, state_dicts),
 )
 
 
