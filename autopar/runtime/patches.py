@@ -17,7 +17,7 @@ import torch
 
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
-from .compat.checkpoints import before_full_states, boxes_in_checkpoints
+from .compat.checkpoints import boxes_in_checkpoints, parts_of_full_states
 from .compat.hooks import (
     after_unscaling,
     data_by_values,
@@ -46,7 +46,6 @@ from .tensors.torch_functions import (
     explain_penalty,
     parameter_gradients,
     refuse_collectives,
-    refuse_one_stage,
 )
 from .tensors.view_writes import write_through_views
 
@@ -86,7 +85,6 @@ def _patches() -> ExitStack:
         mix_whole_tensors,
         write_through_views,  # calls the handlers above
         refuse_collectives,
-        lambda: before_full_states(refuse_one_stage),
         refuse_parts_of_states,
         lambda: muon_updates(batches_of, lambda each: isinstance(each, OnAnotherStage), updates_by_owners),
         # gradients
@@ -108,6 +106,7 @@ def _patches_of_pipelines() -> ExitStack:
     """Change DTensor's operations for pipelines: other models leave most of them to its own dispatch, which is faster."""
     patches = follow_stages()
     patches.enter_context(foreach_kind(OnAnotherStage))
+    patches.enter_context(parts_of_full_states(lambda each: not isinstance(each, OnAnotherStage)))
     patches.enter_context(torch.serialization.safe_globals([Holders, OnAnotherStage]))  # in the state of an optimizer
     return patches
 

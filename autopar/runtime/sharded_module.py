@@ -63,9 +63,8 @@ class ShardedModule(TreeNode):
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         """DTensors over the data of the buffers, which go together with the parameters in one operation."""
-        for name, buffer in self.named_buffers(recurse=recurse):
-            of_stage = self.assignments.with_stages(self, name, buffer)
-            yield of_stage if isinstance(of_stage, DTensor) else replicated(of_stage, self.program.mesh.state_mesh)
+        for buffer in super().buffers(recurse):
+            yield buffer if isinstance(buffer, DTensor) else replicated(buffer, self.program.mesh.state_mesh)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors by name, for torch.distributed.checkpoint; pickling it warns, since a rank has only its shards."""

@@ -1,5 +1,5 @@
-"""Hooks of torch.distributed.checkpoint that torch 2.13.0 does not offer, as those of `hooks`: its full states, and shards
-of several boxes."""
+"""Hooks of torch.distributed.checkpoint that torch 2.13.0 does not offer, as those of `hooks`: full states that rank 0 sends, and
+shards of several boxes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from .dtensor import boxes
 from .hooks import replaced
 
 
-def before_full_states(check: Callable[[list[torch.Tensor]], None]) -> AbstractContextManager[None]:
-    """Call `check` with the parameters before torch.distributed.checkpoint makes a full state dict (of a model or of its
-    optimizer). Seen on 2.13.0: both go through this function."""
-    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    usual = outer._maybe_full_or_cpu_state_dict
+def parts_of_full_states(has_part: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """Let torch.distributed.checkpoint write into those tensors alone that have a part here, of the full state that rank 0 sends.
+    Seen on 2.13.0, which writes into each through this function."""
+    outer: Any = importlib.import_module("torch.distributed._state_dict_utils")
+    usual = outer._distribute_tensors
 
-    def make(state: Any, info: Any) -> Any:
-        if info.full_state_dict:
-            check([each for each in info.fqn_param_mapping if isinstance(each, torch.Tensor)])
-        return usual(state, info)
+    def distribute(local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            if isinstance(pair := local.get(key), tuple) and not has_part(pair[0]):
+                local[key] = pair[0]
+        usual(local, keys, *args, **kwargs)
 
-    return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
+    return replaced(outer, "_distribute_tensors", distribute)
 
 
 def boxes_in_checkpoints() -> ExitStack:

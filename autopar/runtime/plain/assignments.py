@@ -68,10 +68,6 @@ class Assignments:
         else:
             self._set_attribute(node, where, name, value)
 
-    def with_stages(self, node: nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of the tree as a tensor that knows which stages of a pipeline hold it; itself where all ranks do."""
-        return self.state.with_stages(self._first_name(_join(self.paths.get(id(node), ""), name)), buffer)
-
     def refuse(self, node: nn.Module, name: str = "") -> None:
         """Refuse methods of modules that would change their parameters, buffers and modules."""
         raise self._refused(_join(self.paths.get(id(node), ""), name).removesuffix(".") or "the model")
@@ -86,19 +82,16 @@ class Assignments:
         return (self.state.tied if self.plain is None else self.plain.names).get(where, where)
 
     def _fill(self, where: str, value: Any) -> None:
-        """The values of a buffer. On other stages of a pipeline it is nowhere, or nobody reads it."""
-        own = {**self.state.buffers, **(self.plain.unused if self.plain is not None else {})}
-        name = where if where in own else self._first_name(where)
-        spec = self.state.index.specs.get(name)
-        shape = tuple(own[name].shape) if name in own else tuple(spec.shape) if spec is not None else ()
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+        """The values of a buffer."""
+        every = {**self.state.every_buffer, **(self.plain.unused if self.plain is not None else {})}
+        buffer = every[where if where in every else self._first_name(where)]
+        if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise StateError(f"the buffer {where} has shape {shape}, and {kind} was assigned: {_BEFORE}")
-        if name in own:
-            if value.dtype != own[name].dtype:
-                raise StateError(f"the buffer {where} is {own[name].dtype}, and {value.dtype} was assigned: {_BEFORE}")
-            with torch.no_grad():
-                own[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            raise StateError(f"the buffer {where} has shape {tuple(buffer.shape)}, and {kind} was assigned: {_BEFORE}")
+        if value.dtype != buffer.dtype:
+            raise StateError(f"the buffer {where} is {buffer.dtype}, and {value.dtype} was assigned: {_BEFORE}")
+        with torch.no_grad():
+            buffer.copy_(value)
 
     def _set_attribute(self, node: nn.Module, where: str, name: str, value: Any) -> None:
         model = node.__dict__.get("without_data")

@@ -60,26 +60,6 @@ class TreeNode(nn.Module):
     def _tensor(self, name: str) -> torch.Tensor | None:
         return next((each[name] for each in (self._parameters, self._buffers) if name in each), None)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with self._stages_of_buffers():
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        with self._stages_of_buffers():
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
-    @contextlib.contextmanager
-    def _stages_of_buffers(self) -> Iterator[None]:
-        """Let buffers know the stages of the pipeline that hold them, as parameters do: all ranks read, send and write alike."""
-        before, assignments = self._buffers, self.__dict__.get("assignments")
-        if before and assignments is not None:
-            every = {name: each if each is None else assignments.with_stages(self, name, each) for name, each in before.items()}
-            self.__dict__["_buffers"] = every
-        try:
-            yield
-        finally:
-            self.__dict__["_buffers"] = before
-
     def __setattr__(self, name: str, value: Any) -> None:
         assignments = self.__dict__.get("assignments")
         if assignments is None or self.keeps(name):

@@ -93,17 +93,13 @@ def materialize(program: Program, source: WeightSource) -> State:
 
 
 def _of_other_stages(pipeline: PipelineStages, index: ParameterIndex, held: Collection[str]) -> dict[str, OnAnotherStage]:
-    """The parameters and buffers that this stage does not hold. A buffer is no DTensor where it is held, so that its values are
-    not fetched."""
+    """The parameters and buffers that this stage does not hold."""
     out = {}
     for name, spec in index.specs.items():
         if name in held:
             continue
         holders = Holders(pipeline, frozenset(index.holders[name]))
-        where = f"{name} is on stage {min(holders.stages)} of the pipeline, and has no values here"
-        remedy = "read parallel.full_state(), and write by parallel.load_state_dict(state), which every rank calls"
-        message = f"{where}: {remedy}" if spec.buffer else ""
-        each = out[name] = on_another_stage(spec.shape, getattr(torch, spec.dtype), holders, message=message)
+        each = out[name] = on_another_stage(spec.shape, getattr(torch, spec.dtype), holders)
         if not spec.buffer:
             each.requires_grad_(spec.trainable)
             each._is_param = True  # what isinstance(..., nn.Parameter) asks for

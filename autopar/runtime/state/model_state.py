@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -66,30 +67,27 @@ class State:
     expert_orders: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def every_parameter(self) -> dict[str, nn.Parameter]:
         """The parameters of all stages, those of other ones without elements, and those that no program reads, in one order on
         all ranks."""
         both: dict[str, Any] = {**self.elsewhere, **self.parameters}
         return {**{name: both[name] for name, spec in self.index.specs.items() if not spec.buffer}, **self.unused}
 
-    @property
+    @cached_property
     def every_buffer(self) -> dict[str, torch.Tensor]:
-        """The buffers of all stages, those of other ones without elements."""
-        return {**self.buffers, **{name: each for name, each in self.elsewhere.items() if self.index.specs[name].buffer}}
+        """The buffers of all stages, those of other ones without elements. On a pipeline they are DTensors over the data of
+        `buffers`, which know the stages that hold them."""
+        if self.pipeline is None:
+            return self.buffers
+        mesh = self.mesh.state_mesh
+        own = {name: held_by(replicated(each, mesh), self.holders_of(name)) for name, each in self.buffers.items()}
+        return {**own, **{name: each for name, each in self.elsewhere.items() if self.index.specs[name].buffer}}
 
     def holders_of(self, name: str) -> Holders | None:
         """Return the stages of the pipeline that hold a parameter or buffer."""
         stages = self.index.holders.get(name)
         return None if self.pipeline is None or stages is None else Holders(self.pipeline, frozenset(stages))
-
-    def with_stages(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor over the data of a buffer that some stages of a pipeline hold; any other buffer itself."""
-        if (holders := self.holders_of(name)) is None:
-            return buffer
-        if isinstance(buffer, OnAnotherStage):
-            return on_another_stage(buffer.shape, buffer.dtype, holders)
-        return held_by(replicated(buffer, self.mesh.state_mesh), holders)  # type: ignore[no-any-return]
 
     def full(
         self, name: str, value: torch.Tensor | None = None, dtype: torch.dtype | None = None, part: Slice | None = None

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from ..comm.heartbeat import Heartbeat, watched
 from ..compat.dtensor import gathered, over_local, with_local
 from ..device.mesh import MeshHandle
-from ..errors import StateError
 
 _PIPELINES: weakref.WeakSet[PipelineStages] = weakref.WeakSet()
 
@@ -61,16 +60,12 @@ class Holders(NamedTuple):
 
 
 class OnAnotherStage(DTensor):
-    """A tensor that other stages hold: its shape, dtype and device, without elements. `message`: of the error when its values are
-    read; "" where they are fetched then, which is so for what the holders have as a DTensor too."""
-
-    message: str
+    """A tensor that other stages hold: its shape, dtype and device, without elements. Its values are fetched where they are
+    read."""
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> OnAnotherStage:  # of what torch.compile traces
-        out: OnAnotherStage = over_local(OnAnotherStage, DTensor.__tensor_unflatten__(inner, spec, size, stride))
-        out.message = ""
-        return out
+        return over_local(OnAnotherStage, DTensor.__tensor_unflatten__(inner, spec, size, stride))  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stages = ", ".join(map(str, sorted(holders.stages))) if (holders := holders_of(self)) else "?"
@@ -108,7 +103,7 @@ def pipeline_of(value: DTensor) -> PipelineStages | None:
 
 
 def on_another_stage(
-    shape: Sequence[int], dtype: torch.dtype, holders: Holders, *, stride: Sequence[int] | None = None, message: str = ""
+    shape: Sequence[int], dtype: torch.dtype, holders: Holders, *, stride: Sequence[int] | None = None
 ) -> OnAnotherStage:
     """Return a tensor that `holders` hold, as the other stages have it."""
     mesh = holders.pipeline.mesh
@@ -116,7 +111,6 @@ def on_another_stage(
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=dtype, device=mesh.device)
     out: OnAnotherStage = with_local(OnAnotherStage, empty, mesh.state_mesh, shape, strides)
-    out.message = message
     return held_by(out, holders)  # type: ignore[no-any-return]
 
 
@@ -134,8 +128,6 @@ def on_all_stages(values: Iterable[Any]) -> list[Any]:
     groups: dict[Any, list[int]] = {}
     for position, value in enumerate(out):
         if (holders := holders_of(value)) is not None:
-            if not holders.here and value.message:
-                raise StateError(value.message)
             axes = tuple(holders.pipeline.mesh.whole_mesh.shape)
             groups.setdefault((axes, tuple(sorted(holders.stages)), str(value.dtype)), []).append(position)
     for (_, stages, _), positions in sorted(groups.items()):

@@ -53,6 +53,9 @@ def follow_stages() -> ExitStack:
         return full(_outside(self), *args, **kwargs)
 
     def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        placements = args[1] if len(args) > 1 else kwargs.get("placements")
+        if placements and all(each.is_replicate() for each in placements):  # as `full_tensor`: of torch's full state dicts
+            self = _outside(self)
         placed = self if isinstance(self, OnAnotherStage) else redistributed(self, *args, **kwargs)
         out: DTensor = held_by(placed, holders_of(self))
         return out
@@ -151,11 +154,10 @@ def _result(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[
         if torch.Tag.inplace_view in op.tags:
             reshape_in_place(written, op, args, kwargs)
         return written
-    message = next((each.message for each in values if isinstance(each, OnAnotherStage) and each.message), "")
     shapes = _shapes(op, args, kwargs)
     if isinstance(shapes, torch.Tensor):
-        return _as_elsewhere(shapes, holders, message)
-    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders, message), shapes)
+        return _as_elsewhere(shapes, holders)
+    return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), shapes)
 
 
 def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[torch.Tensor]) -> Any:
@@ -301,5 +303,5 @@ def _arguments(signatures: Sequence[Any], device: str = "meta") -> list[Any]:
     return out
 
 
-def _as_elsewhere(shape: torch.Tensor, holders: Holders, message: str = "") -> OnAnotherStage:
-    return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride(), message=message)
+def _as_elsewhere(shape: torch.Tensor, holders: Holders) -> OnAnotherStage:
+    return on_another_stage(shape.shape, shape.dtype, holders, stride=shape.stride())

@@ -7,7 +7,7 @@ gradient, which the program takes as an ordinary tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..compat.torch_operations import collective_operations
 from ..errors import RuntimeProblem, StateError
 from ..state.gradient import name_of
 from ..state.model_state import State
-from ..state.stage_tensors import holders_of, on_all_stages
+from ..state.stage_tensors import on_all_stages
 
 
 def mark_result(result: torch.Tensor, state: State) -> None:
@@ -100,15 +100,6 @@ def _refuse_collective(op: Any, args: Any, kwargs: Any) -> Any:
         f"{word} of a DTensor, which has one value on all ranks: leave it out, with a division by the number of ranks (gradients "
         "are reduced in the backward), or pass x.full_tensor()"
     )
-
-
-def refuse_one_stage(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise a StateError for a full state dict of parameters that are on one stage of a pipeline."""
-    if any(holders_of(each) is not None for each in parameters):
-        raise StateError(
-            "a full state dict of torch.distributed.checkpoint has the parameters of one stage of a pipeline only: call "
-            "parallel.full_state() and parallel.full_optimizer_state(optimizer) on all ranks, or leave full_state_dict out"
-        )
 
 
 def with_plain_gradient(loss: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.harness.comparison import different_numbers
+from support.harness.comparison import different_numbers, same_state
 from support.harness.habits import (  # noqa: F401
     one_step,
     parallel_of,
@@ -18,7 +19,12 @@ from support.harness.habits import (  # noqa: F401
 )
 from support.models.habit_model import batch, net
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 Wanted = Callable[[str, nn.Parameter], bool]
 
@@ -154,26 +160,33 @@ def learning_rate_of_each_rank(plan: str) -> str:
 
 
 def full_states_of_torch(plan: str) -> None:
-    """`get_optimizer_state_dict` of torch.distributed.checkpoint; on a pipeline refused, where it has one stage's only."""
+    """Full states of torch.distributed.checkpoint, of model and optimizer, which another model loads on each rank or from rank 0."""
     parallel: Any = parallel_of(net(), plan)
     optimizer = torch.optim.AdamW(parallel.parameters())
     one_step(parallel)
     optimizer.step()
     options = StateDictOptions(full_state_dict=True)
-    if parallel.program.mesh.pp.size > 1:
-        for get in (
-            lambda: get_optimizer_state_dict(parallel, optimizer, options=options),
-            lambda: get_model_state_dict(parallel, options=options),
-        ):
-            assert "parallel.full_optimizer_state(optimizer) on all ranks" in refusal(get)
-        assert get_optimizer_state_dict(parallel, optimizer)["state"]
-        return
-    found = get_optimizer_state_dict(parallel, optimizer, options=options)["state"]
+    model, found = get_state_dict(parallel, optimizer, options=options)
     expected = parallel.full_optimizer_state(optimizer)["state"]
     names = [name for name, _ in net().named_parameters()]
-    assert sorted(found) == sorted(names[number] for number in expected)
+    assert sorted(found["state"]) == sorted(names[number] for number in expected)
     for number, values in expected.items():
-        torch.testing.assert_close(found[names[number]]["exp_avg"], values["exp_avg"])
+        torch.testing.assert_close(found["state"][names[number]]["exp_avg"], values["exp_avg"])
+    loaded = net()
+    loaded.load_state_dict(model)
+    same_state(parallel, loaded)
+    for sends in (False, True):
+        other: Any = parallel_of(net(), plan)
+        own = torch.optim.AdamW(other.parameters())
+        mine = (model, found) if not sends or dist.get_rank() == 0 else ({}, {})
+        copies = [copy.deepcopy(each) for each in mine]
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sends, strict=False)
+        set_model_state_dict(other, copies[0], options=how)
+        set_optimizer_state_dict(other, own, copies[1], options=how)
+        same_state(other, loaded)
+        again = other.full_optimizer_state(own)["state"]
+        for number, values in expected.items():
+            torch.testing.assert_close(again[number]["exp_avg"], values["exp_avg"])
 
 
 def sums_over_parameters(plan: str) -> None:

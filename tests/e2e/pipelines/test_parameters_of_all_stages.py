@@ -210,9 +210,20 @@ def state_dicts(model: Any) -> list[float]:
     return found + steps(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def buffers(model: Any) -> list[float]:
+    """Read by attribute and by name, written in place and assigned."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = [model.shift.mean().item(), model.slope.sum().item(), *(each.norm().item() for _, each in model.named_buffers())]
+    model.slope.mul_(0.5).add_(model.shift)
+    found += steps(model, optimizer)
+    model.shift = torch.linspace(0.0, 1.0, 8, dtype=torch.float64)
+    model.slope = model.slope + model.blocks[0][0].weight.detach()
+    return found + steps(model, optimizer) + [each.norm().item() for each in model.buffers()]
+
+
 SCRIPTS: tuple[Script, ...] = (
     *(by_position, frozen_by_position, numbers_one_by_one, penalties, lbfgs, averages, draws, state_in_a_file),
-    *(inside_of_another, full_states, data_of_others, state_dicts),
+    *(inside_of_another, full_states, data_of_others, state_dicts, buffers),
 )
 
 
