@@ -160,7 +160,7 @@ def learning_rate_of_each_rank(plan: str) -> str:
 
 
 def full_states_of_torch(plan: str) -> None:
-    """Full states of torch.distributed.checkpoint, of model and optimizer, which another model loads on each rank or from rank 0."""
+    """Full states of torch.distributed.checkpoint, which another model and optimizer load on each rank or from rank 0."""
     parallel: Any = parallel_of(net(), plan)
     optimizer = torch.optim.AdamW(parallel.parameters())
     one_step(parallel)
