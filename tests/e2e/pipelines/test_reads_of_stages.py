@@ -1,0 +1,47 @@
+"""Values of a pipeline's stages that a script reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.harness.habits import refusal
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+
+import autopar
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x)), y)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(8, 6, generator=generator), "y": torch.randint(0, 4, (8,), generator=generator)}
+
+
+def model(force: str) -> Any:
+    torch.manual_seed(0)
+    return autopar.parallelize(Net(), f"local:{dist.get_world_size()}", batch(), force=force, cache=False)
+
+
+def other_values() -> str:
+    """What the next call says, where rank 0 reads another value than rank 1, whose bytes are as many."""
+    parallel: Any = autopar.parallelize(Net(), "local:2", batch(), force="pp=2,dp=1", cache=False)
+    total = parallel.body[0].bias.detach().sum()
+    (total if dist.get_rank() else (total > 0).int()).item()
+    return refusal(lambda: parallel(**batch()))
+
+
+def test_ranks_that_read_other_values_are_refused(ranks: RankPool) -> None:
+    for line in ranks.run(other_values, world=2):
+        assert "has made 1 reads of values" in line and "(pp=1, dp=0) others, and a rank may" in line, line
+        assert "take p.grad.norm().item() out of `if rank == 0:`" in line
