@@ -32,7 +32,7 @@ from .compat.hooks import (
 )
 from .compat.modules import none_through_blocks
 from .device.rng import seed_stream
-from .plain.sharded_state_dict import refuse_parts_of_states
+from .plain.sharded_state_dict import refuse_parts_of_states, warn_of_shards
 from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
@@ -88,6 +88,7 @@ def _patches() -> ExitStack:
         refuse_collectives,
         lambda: before_full_states(refuse_one_stage),
         refuse_parts_of_states,
+        warn_of_shards,
         lambda: muon_updates(batches_of, lambda each: isinstance(each, OnAnotherStage), updates_by_owners),
         # gradients
         none_through_blocks,
