@@ -75,7 +75,7 @@ def warnings_of_saves(force: str, folder: str) -> list[int]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             save()
-        assert all(each.filename == __file__ and "parallel.full_state(), which every rank" in str(each.message) for each in caught)
+        assert all(each.filename == __file__ and "full_state(), which every rank" in str(each.message) for each in caught), caught
         counts.append(len(caught))
     return counts
 
