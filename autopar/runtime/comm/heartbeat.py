@@ -31,7 +31,7 @@ from ..device.mesh import STARTED, join_process_group
 from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
 from .ending import NEVER, lengthen_patience, uncaught
-from .peer_watch import BEAT_SECONDS, Path, PeerWatch, Place, is_communication_error, own_cause
+from .peer_watch import BEAT_SECONDS, PeerWatch, Place, SectionPath, is_communication_error, own_cause
 
 PATIENCE_SECONDS = 30.0
 """The time-out: within so long every rank ends with the name of one that failed. (Shares of it are in `peer_watch`.)"""
@@ -85,7 +85,7 @@ class Heartbeat(PeerWatch):
 
     def agreed(self) -> None:
         """All ranks have come to one call of the model."""
-        self.calls, self.path = self.calls + 1, Path()
+        self.calls, self.path = self.calls + 1, SectionPath()
 
     @contextlib.contextmanager
     def glancing(self, section: str) -> Iterator[None]:

@@ -33,19 +33,19 @@ LONGEST_PATH = 32
 """Sections of a path that are written to the store, the last ones."""
 
 
-class Path(NamedTuple):
+class SectionPath(NamedTuple):
     """The sections since the last call that all ranks agreed on: the number of earlier ones, and the names of the last ones."""
 
     earlier: int = 0
     names: tuple[str, ...] = ()
 
-    def to(self, section: str) -> Path:
+    def to(self, section: str) -> SectionPath:
         """Return the path with one more section."""
         names = (*self.names, section)
         left_out = max(0, len(names) - LONGEST_PATH)
-        return Path(self.earlier + left_out, names[left_out:])
+        return SectionPath(self.earlier + left_out, names[left_out:])
 
-    def leaves(self, other: Path) -> bool:
+    def leaves(self, other: SectionPath) -> bool:
         """Return whether the two have different sections at one place. Where one only goes on, the other may be late."""
         start = max(self.earlier, other.earlier)
         pairs = zip(self.names[start - self.earlier :], other.names[start - other.earlier :], strict=False)
@@ -66,7 +66,7 @@ class Beat(NamedTuple):
     transitions: int = 0
     calls: int = 0
     section: str = ""
-    path: Path = Path()
+    path: SectionPath = SectionPath()
 
     def encoded(self) -> str:
         return json.dumps(self)
@@ -74,7 +74,7 @@ class Beat(NamedTuple):
     @staticmethod
     def parse(text: bytes) -> Beat:
         *fields, (earlier, names) = json.loads(text)
-        return Beat(*fields)._replace(path=Path(earlier, tuple(names)))
+        return Beat(*fields)._replace(path=SectionPath(earlier, tuple(names)))
 
 
 ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
@@ -158,7 +158,7 @@ class PeerWatch:
         self.seen: dict[int, Seen] = {}
         self.step = 0
         self.entries = self.backwards = self.transitions = self.calls = 0
-        self.section, self.path = "", Path()
+        self.section, self.path = "", SectionPath()
         """The section that the main thread is in, and those since the last call that all ranks agreed on."""
         self.doing: Callable[[], str] | None = None
         """The work of the main thread in a watched section; None between them."""

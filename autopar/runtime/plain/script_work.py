@@ -12,7 +12,7 @@ from ..comm.agreement import gather
 from ..compat.hooks import around_optimizer_steps
 from ..errors import MismatchProblem
 from ..state.model_state import State
-from ..state.stage_tensors import Reads
+from ..state.stage_tensors import StageReads
 
 Options = dict[str, float]
 """The numbers among the options of a group by name."""
@@ -28,13 +28,13 @@ class ScriptWork:
         around_optimizer_steps(self, after=ScriptWork._add)
 
     @property
-    def record(self) -> tuple[Reads, list[list[Options]]]:
+    def record(self) -> tuple[StageReads, list[list[Options]]]:
         """The reads, and the steps."""
-        return (Reads() if self.state.pipeline is None else self.state.pipeline.reads), self.steps
+        return (StageReads() if self.state.pipeline is None else self.state.pipeline.reads), self.steps
 
     def agree(self, same: bool, describe: Callable[[int], str]) -> None:
         """Raise a MismatchProblem on all ranks where they have not the `same` record; then begin again."""
-        records: list[tuple[Reads, list[list[Options]]]] = [] if same else gather(self.record)
+        records: list[tuple[StageReads, list[list[Options]]]] = [] if same else gather(self.record)
         reads, every = [each for each, _ in records], [each for _, each in records]
         if odd := next((rank for rank, each in enumerate(reads) if each != reads[0]), 0):
             one, other = reads[0].number, reads[odd].number
@@ -60,7 +60,7 @@ class ScriptWork:
             )
         self.steps = []
         if self.state.pipeline is not None:
-            self.state.pipeline.reads = Reads()
+            self.state.pipeline.reads = StageReads()
 
     def _add(self, optimizer: Optimizer, *_: object) -> None:
         ids = {id(parameter) for parameter in self.state.every_parameter.values()}

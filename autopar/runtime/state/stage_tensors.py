@@ -27,15 +27,15 @@ _PIPELINES: weakref.WeakValueDictionary[int, PipelineStages] = weakref.WeakValue
 """By id, in the order in which all ranks make them."""
 
 
-class Reads(NamedTuple):
+class StageReads(NamedTuple):
     """The reads of values of a pipeline's stages since the last call of its model: their number, and a checksum of them."""
 
     number: int = 0
     checksum: int = 0
 
-    def to(self, words: str) -> Reads:
+    def to(self, words: str) -> StageReads:
         """Return the reads with one more."""
-        return Reads(self.number + 1, zlib.crc32(words.encode(), self.checksum))
+        return StageReads(self.number + 1, zlib.crc32(words.encode(), self.checksum))
 
 
 class PipelineStages:
@@ -44,15 +44,18 @@ class PipelineStages:
     def __init__(self, mesh: MeshHandle) -> None:
         self.mesh = mesh
         self.heartbeat: Heartbeat | None = None
-        self.reads = Reads()
+        self.reads = StageReads()
         _PIPELINES[id(self)] = self
 
     def __deepcopy__(self, _: Any) -> PipelineStages:
         """Itself: a copy of a parameter is on the same stages."""
         return self
 
-    def receive(self, stage: int, size: int, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what that stage computes. All ranks call it in one order: values of one size would be taken for each other."""
+    def receive(
+        self, stage: int, size: int, dtype: torch.dtype, compute: Callable[[], torch.Tensor], *, awaited: bool
+    ) -> torch.Tensor:
+        """Return what that stage computes. All ranks call it in one order: values of one size would be taken for each other.
+        `awaited`: the script waits for the values, on a GPU too, which it does here, where its heartbeat knows."""
         words = f"a read of {size} {str(dtype).removeprefix('torch.')} value{'s' * (size != 1)} of stage {stage}"
         self.reads = self.reads.to(words)
         with watched(self.heartbeat, words):
@@ -60,6 +63,8 @@ class PipelineStages:
             value = compute() if here else torch.empty(size, dtype=dtype, device=self.mesh.device)
             numbers = torch.view_as_real(value) if value.is_complex() else value  # which NCCL has no broadcast of
             dist.broadcast(numbers, self.mesh.rank_in_stage(stage), self.mesh.group(self.mesh.pp.name))
+            if awaited and value.is_cuda:
+                torch.cuda.current_stream(value.device).synchronize()
         return value
 
 
@@ -145,10 +150,10 @@ def for_holders(target: DTensor, value: Any) -> Any:
     return value if theirs is None or (own is not None and own.stages <= theirs.stages) else on_all_stages([value])[0]
 
 
-def on_all_stages(values: Iterable[Any]) -> list[Any]:
+def on_all_stages(values: Iterable[Any], *, awaited: bool = False) -> list[Any]:
     """Return each tensor that some stages hold as one that all ranks have, and all else itself. All ranks call it for the same
     ones, in any order of those with different holders (Python swaps the operands of ``a < b`` where one class is a subclass of
-    the other's); those with the same holders and dtype go together."""
+    the other's); those with the same holders and dtype go together. `awaited`: see `PipelineStages.receive`."""
     out = list(values)
     groups: dict[Any, list[int]] = {}
     for position, value in enumerate(out):
@@ -161,7 +166,7 @@ def on_all_stages(values: Iterable[Any]) -> list[Any]:
         some = [out[position] for position in positions]
         pipeline = holders_of(some[0]).pipeline  # type: ignore[union-attr]
         sizes = [prod(each.shape) for each in some]
-        parts = pipeline.receive(stages[0], sum(sizes), some[0].dtype, partial(_flat, some)).split(sizes)
+        parts = pipeline.receive(stages[0], sum(sizes), some[0].dtype, partial(_flat, some), awaited=awaited).split(sizes)
         for position, each, part in zip(positions, some, parts, strict=True):
             value = part.view(each.shape)
             out[position] = with_local(DTensor, value, each.device_mesh, value.shape, value.stride())
