@@ -95,7 +95,9 @@ def bind_inputs(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise CaptureError(f"the example inputs do not fit {name}.forward{signature}: {error}") from None
+        given_as = f"dict({next(iter(signature.parameters), TARGET)}=..., {TARGET}=...)"
+        remedy = "" if loss_fn is None else f"; loss_fn takes the model's result and what the batch has as {TARGET}: {given_as}"
+        raise CaptureError(f"the example inputs do not fit {name}.forward{signature}: {error}{remedy}") from None
     given: dict[str, Any] = {}
     for argument, value in bound.arguments.items():
         kind = signature.parameters[argument].kind

@@ -32,7 +32,7 @@ from .compat.hooks import (
 )
 from .compat.modules import none_through_blocks
 from .device.rng import seed_stream
-from .plain.sharded_state_dict import refuse_parts_of_states
+from .plain.sharded_state_dict import refuse_parts_of_states, warn_of_shards
 from .state.gradient import Gradient
 from .state.loss_scale import agree_on_overflow
 from .state.owned_matrices import batches_of, updates_by_owners
@@ -86,6 +86,7 @@ def _patches() -> ExitStack:
         write_through_views,  # calls the handlers above
         refuse_collectives,
         refuse_parts_of_states,
+        warn_of_shards,
         lambda: muon_updates(batches_of, lambda each: isinstance(each, OnAnotherStage), updates_by_owners),
         # gradients
         none_through_blocks,

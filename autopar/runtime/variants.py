@@ -27,8 +27,8 @@ from .module import Program
 from .pipeline.pipeline_step import PipeDreamStep, PipelineStep
 from .pipeline.stage_modules import PipelineProgram
 from .plain.frozen_reads import FrozenReads, Reads
-from .plain.optimizer_steps import OptimizerSteps
 from .plain.plain_model import PlainModel
+from .plain.script_work import ScriptWork
 from .state.lend import UnfrozenParameters, lend_state
 from .state.model_state import State
 from .step.compiled_blocks import compile_blocks
@@ -162,7 +162,7 @@ class Variants:
         self.incomplete: dict[CallKey, Missing] = {}  # calls of which no program returns everything
         self.lacks = Lacks()  # of the last call
         self.autocast = ""
-        self.unfrozen, self.steps = UnfrozenParameters(first.state), OptimizerSteps(first.state)
+        self.unfrozen, self.work = UnfrozenParameters(first.state), ScriptWork(first.state)
         self.trains = True  # a parameter of any stage, in the last call
         self.adopt: Callable[[Program], None] = lambda program: None  # called before a program runs
 
@@ -328,17 +328,17 @@ class Variants:
 
     def agree(self, call: KeyedCall, describe: Callable[[int], str], backwards: int = 0) -> KeyedCall:
         """The call, with the parameters of all stages that train now. MismatchProblem on all ranks where they call different
-        variants, or with batches of different sizes, or have begun different numbers of backwards or made different optimizer
-        steps."""
+        variants, or with batches of different sizes, or have begun different numbers of backwards, or have made different
+        optimizer steps or read different values of stages."""
         changed, self.trains = self.unfrozen.changed(), self.first.state.trains()
         several, seeds = several_ranks(), [*self.first.program.mesh.seed_change()]
         if several:
             if self.control is None:
                 self.control = control_group()
             number = hash_of((*call.key, call.batch))
-            own = torch.tensor([number, backwards, changed, self.trains, hash_of(self.steps.steps), *seeds])
+            own = torch.tensor([number, backwards, changed, self.trains, hash_of(self.work.record), *seeds])
             least, most = bounds_on_ranks(own, [self.control])
-            same_call, same_backwards, same_changes, _, same_steps, *_ = (least == most).tolist()
+            same_call, same_backwards, same_changes, _, same_work, *_ = (least == most).tolist()
             self.trains, seeds = bool(most[3]), most[5:].tolist()  # scripts may seed each rank otherwise
             if not same_call:
                 require_agreement({"a call with": Stated(call.words(), call.remedy())}, describe)
@@ -346,7 +346,7 @@ class Variants:
                 require_agreement(
                     {"a number of backwards": Stated(str(backwards), "call backward on all ranks, or on none")}, describe
                 )
-            self.steps.agree(same_steps, describe)
+            self.work.agree(same_work, describe)
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)

@@ -54,7 +54,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
-        raise PlanMismatch(f"{reason}, which a pipeline cannot have: put the loss into the program, or plan with pp=1")
+        raise PlanMismatch(f'{reason}, which a pipeline cannot have: plan with force="pp=1"')
     problems: list[str] = []
     same = None if placed else in_structure_of(split_like(graph, plan.graph), plan.graph)
     most = plan.candidate.mesh.size_of(DATA_AXIS)

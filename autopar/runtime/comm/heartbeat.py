@@ -31,7 +31,7 @@ from ..device.mesh import STARTED, join_process_group
 from ..device.rendezvous import JOIN_SECONDS, Meeting
 from ..errors import PeerProblem, RuntimeProblem
 from .ending import NEVER, lengthen_patience, uncaught
-from .peer_watch import BEAT_SECONDS, PeerWatch, Place, is_communication_error, own_cause
+from .peer_watch import BEAT_SECONDS, PeerWatch, Place, SectionPath, is_communication_error, own_cause
 
 PATIENCE_SECONDS = 30.0
 """The time-out: within so long every rank ends with the name of one that failed. (Shares of it are in `peer_watch`.)"""
@@ -74,7 +74,7 @@ class Heartbeat(PeerWatch):
         outer = (self.doing, self.section) if in_backward() else (None, "")
         self.entries += 1
         self._enter(doing, section or doing())
-        self.path += (self.section,)
+        self.path = self.path.to(self.section)
         try:
             yield
         except Exception as error:
@@ -85,14 +85,14 @@ class Heartbeat(PeerWatch):
 
     def agreed(self) -> None:
         """All ranks have come to one call of the model."""
-        self.calls, self.path = self.calls + 1, ()
+        self.calls, self.path = self.calls + 1, SectionPath()
 
     @contextlib.contextmanager
     def glancing(self, section: str) -> Iterator[None]:
         """A context around what one rank may do alone, and waits in where it needs others."""
         before = self.path
         self._enter(lambda: section, section)
-        self.path += (section,)
+        self.path = before.to(section)
         try:
             yield
         finally:

@@ -29,6 +29,29 @@ COMMUNICATION_ERRORS = ("gloo", "NCCL", "pair closure", "Connection closed", "Co
 """Words in the errors that a failed peer causes."""
 
 
+LONGEST_PATH = 32
+"""Sections of a path that are written to the store, the last ones."""
+
+
+class SectionPath(NamedTuple):
+    """The sections since the last call that all ranks agreed on: the number of earlier ones, and the names of the last ones."""
+
+    earlier: int = 0
+    names: tuple[str, ...] = ()
+
+    def to(self, section: str) -> SectionPath:
+        """Return the path with one more section."""
+        names = (*self.names, section)
+        left_out = max(0, len(names) - LONGEST_PATH)
+        return SectionPath(self.earlier + left_out, names[left_out:])
+
+    def leaves(self, other: SectionPath) -> bool:
+        """Return whether the two have different sections at one place. Where one only goes on, the other may be late."""
+        start = max(self.earlier, other.earlier)
+        pairs = zip(self.names[start - self.earlier :], other.names[start - other.earlier :], strict=False)
+        return any(here != there for here, there in pairs)
+
+
 class Beat(NamedTuple):
     """The record that a rank writes to the store: `number` counts its beats, `entries` the watched sections that it entered,
     `backwards` the backwards that it began, `transitions` both. `calls` counts the calls of the model that all ranks have agreed
@@ -43,15 +66,15 @@ class Beat(NamedTuple):
     transitions: int = 0
     calls: int = 0
     section: str = ""
-    path: tuple[str, ...] = ()
+    path: SectionPath = SectionPath()
 
     def encoded(self) -> str:
         return json.dumps(self)
 
     @staticmethod
     def parse(text: bytes) -> Beat:
-        *fields, path = json.loads(text)
-        return Beat(*fields)._replace(path=tuple(path))
+        *fields, (earlier, names) = json.loads(text)
+        return Beat(*fields)._replace(path=SectionPath(earlier, tuple(names)))
 
 
 ALIVE, ENDED, ENDED_INSIDE = "alive", "ended", "ended inside"
@@ -71,8 +94,6 @@ class Seen:
         return Seen(beat, now, now if beat.transitions != self.beat.transitions else self.unmoved_since)
 
 
-LONGEST_PATH = 32
-"""Sections since the last call that are written to the store; longer paths are not compared."""
 CALL = ("the check of parameters", "choosing the program of this call", "comparing the ranks")
 """The sections with which a call of the model begins."""
 
@@ -88,11 +109,9 @@ def why_crossed(first: Place, second: Place) -> str:
     """Return why two ranks that both wait wait for each other: since the last call, they went through other sections. Empty where
     they did not, or may only be apart in time."""
     one, other = first.beat, second.beat
-    both = one.path, other.path
-    pairs = list(zip(*both, strict=False))
     if not (one.section and other.section) or one.section == other.section or one.calls != other.calls:
         return ""
-    if max(map(len, both)) > LONGEST_PATH or all(here == there for here, there in pairs):
+    if not one.path.leaves(other.path):
         return ""
     (odd_rank, odd), (rank, beat) = (first, second) if other.section in CALL else (second, first)
     remedy = f"{odd.section} needs every rank"
@@ -139,7 +158,7 @@ class PeerWatch:
         self.seen: dict[int, Seen] = {}
         self.step = 0
         self.entries = self.backwards = self.transitions = self.calls = 0
-        self.section, self.path = "", tuple[str, ...]()
+        self.section, self.path = "", SectionPath()
         """The section that the main thread is in, and those since the last call that all ranks agreed on."""
         self.doing: Callable[[], str] | None = None
         """The work of the main thread in a watched section; None between them."""
@@ -189,8 +208,8 @@ class PeerWatch:
     # -- the thread that talks to the store
 
     def _beat(self, number: int, state: str) -> Beat:
-        counts, path = (self.backwards, self.transitions, self.calls), self.path[: LONGEST_PATH + 1]
-        return Beat(number, self.entries, state, self.host, self.where, *counts, self.section, path)
+        counts = self.backwards, self.transitions, self.calls
+        return Beat(number, self.entries, state, self.host, self.where, *counts, self.section, self.path)
 
     def place(self) -> Place:
         """Return where this rank is."""

@@ -1,4 +1,5 @@
-"""The state dict of a parallel model, and what it is not: that of a plain model on a stage of a pipeline."""
+"""The state dict of a parallel model, and what it is not: that of a plain model on a stage of a pipeline, or one that a rank may
+save alone."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..compat.autograd import has_data
+from ..compat.dtensor import local_of
 from ..compat.hooks import replaced
 from ..errors import StateError
 from .module_tree import TreeNode
+
+_ONLY_SHARDS = (
+    "what is saved here holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls (of an "
+    "optimizer parallel.full_optimizer_state(optimizer)), or call parallel.save or torch.distributed.checkpoint on all ranks"
+)
 
 
 class ShardedStateDict(dict[str, Any]):
@@ -24,11 +33,7 @@ class ShardedStateDict(dict[str, Any]):
         self.why_part = why_part
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(
-            "parallel.state_dict() holds only this rank's shards (DTensors): save parallel.full_state(), which every rank calls, "
-            "or use torch.distributed.checkpoint on all ranks",
-            stacklevel=4,
-        )
+        warnings.warn(_ONLY_SHARDS, stacklevel=4)
         return dict, (dict(self),)
 
     def __copy__(self) -> ShardedStateDict:
@@ -36,6 +41,20 @@ class ShardedStateDict(dict[str, Any]):
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
+
+
+def warn_of_shards() -> AbstractContextManager[None]:
+    """Warn where a tensor of which this rank holds only a part is pickled, by whatever dict it comes."""
+
+    usual: Any = DTensor.__reduce_ex__
+
+    def reduce(self: DTensor, protocol: Any) -> Any:
+        local = local_of(self)
+        if local.numel() != self.numel() and has_data(local):
+            warnings.warn(_ONLY_SHARDS, stacklevel=4)
+        return usual(self, protocol)
+
+    return replaced(DTensor, "__reduce_ex__", reduce)
 
 
 def refuse_parts_of_states() -> AbstractContextManager[None]:

@@ -8,7 +8,9 @@ them get it at that place of the script (`on_all_stages`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +22,19 @@ from ..comm.heartbeat import Heartbeat, watched
 from ..compat.dtensor import gathered, over_local, with_local
 from ..device.mesh import MeshHandle
 
-_PIPELINES: weakref.WeakSet[PipelineStages] = weakref.WeakSet()
+_PIPELINES: weakref.WeakValueDictionary[int, PipelineStages] = weakref.WeakValueDictionary()
+"""By id, in the order in which all ranks make them."""
+
+
+class StageReads(NamedTuple):
+    """The reads of values of a pipeline's stages since the last call of its model: their number, and a checksum of them."""
+
+    number: int = 0
+    checksum: int = 0
+
+    def to(self, words: str) -> StageReads:
+        """Return the reads with one more."""
+        return StageReads(self.number + 1, zlib.crc32(words.encode(), self.checksum))
 
 
 class PipelineStages:
@@ -29,17 +43,27 @@ class PipelineStages:
     def __init__(self, mesh: MeshHandle) -> None:
         self.mesh = mesh
         self.heartbeat: Heartbeat | None = None
-        _PIPELINES.add(self)
+        self.reads = StageReads()
+        _PIPELINES[id(self)] = self
 
     def __deepcopy__(self, _: Any) -> PipelineStages:
         """Itself: a copy of a parameter is on the same stages."""
         return self
 
-    def receive(self, value: torch.Tensor, stage: int) -> torch.Tensor:
-        """Return `value` as that stage has it. All ranks call it."""
-        with watched(self.heartbeat, "a value that all stages of the pipeline compute together"):
+    def receive(
+        self, stage: int, size: int, dtype: torch.dtype, compute: Callable[[], torch.Tensor], *, awaited: bool
+    ) -> torch.Tensor:
+        """Return what that stage computes. All ranks call it in one order: values of one size would be taken for each other.
+        `awaited`: the script waits for the values, on a GPU too, which it does here, where its heartbeat knows."""
+        words = f"a read of {size} {str(dtype).removeprefix('torch.')} value{'s' * (size != 1)} of stage {stage}"
+        self.reads = self.reads.to(words)
+        with watched(self.heartbeat, words):
+            here = self.mesh.pp.coordinate == stage
+            value = compute() if here else torch.empty(size, dtype=dtype, device=self.mesh.device)
             numbers = torch.view_as_real(value) if value.is_complex() else value  # which NCCL has no broadcast of
             dist.broadcast(numbers, self.mesh.rank_in_stage(stage), self.mesh.group(self.mesh.pp.name))
+            if awaited and value.is_cuda:
+                torch.cuda.current_stream(value.device).synchronize()
         return value
 
 
@@ -99,7 +123,7 @@ def held_by(value: Any, holders: Holders | None) -> Any:
 
 def pipeline_of(value: DTensor) -> PipelineStages | None:
     """Return a pipeline whose stage has the mesh of this tensor. Those of several models have the same groups of ranks."""
-    return next((each for each in _PIPELINES if each.mesh.state_mesh == value.device_mesh), None)
+    return next((each for each in _PIPELINES.values() if each.mesh.state_mesh == value.device_mesh), None)
 
 
 def on_another_stage(
@@ -120,10 +144,10 @@ def for_holders(target: DTensor, value: Any) -> Any:
     return value if theirs is None or (own is not None and own.stages <= theirs.stages) else on_all_stages([value])[0]
 
 
-def on_all_stages(values: Iterable[Any]) -> list[Any]:
+def on_all_stages(values: Iterable[Any], *, awaited: bool = False) -> list[Any]:
     """Return each tensor that some stages hold as one that all ranks have, and all else itself. All ranks call it for the same
     ones, in any order of those with different holders (Python swaps the operands of ``a < b`` where one class is a subclass of
-    the other's); those with the same holders and dtype go together."""
+    the other's); those with the same holders and dtype go together. `awaited`: see `PipelineStages.receive`."""
     out = list(values)
     groups: dict[Any, list[int]] = {}
     for position, value in enumerate(out):
@@ -134,12 +158,13 @@ def on_all_stages(values: Iterable[Any]) -> list[Any]:
         some = [out[position] for position in positions]
         pipeline = holders_of(some[0]).pipeline  # type: ignore[union-attr]
         sizes = [prod(each.shape) for each in some]
-        if pipeline.mesh.pp.coordinate == stages[0]:
-            flat = torch.cat([gathered(over_local(DTensor, each)).reshape(-1) for each in some])  # as its stage alone has it
-        else:
-            flat = torch.empty(sum(sizes), dtype=some[0].dtype, device=pipeline.mesh.device)
-        parts = pipeline.receive(flat, stages[0]).split(sizes)
+        parts = pipeline.receive(stages[0], sum(sizes), some[0].dtype, partial(_flat, some), awaited=awaited).split(sizes)
         for position, each, part in zip(positions, some, parts, strict=True):
             value = part.view(each.shape)
             out[position] = with_local(DTensor, value, each.device_mesh, value.shape, value.stride())
     return out
+
+
+def _flat(values: Iterable[DTensor]) -> torch.Tensor:
+    """The elements of tensors as their stage alone has them."""
+    return torch.cat([gathered(over_local(DTensor, each)).reshape(-1) for each in values])

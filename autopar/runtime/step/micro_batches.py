@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..comm.conversions import shard_of
-from ..compat.autograd import apply
+from ..compat.autograd import apply, keeps_graph
 from ..compat.dtensor import local_of
 from ..device.mesh import DATA_AXIS
 from ..errors import BatchError, RuntimeProblem
@@ -155,7 +155,8 @@ def batch_totals(program: Program, parts: Sequence[Batch]) -> Mapping[str, torch
 
 
 class _Deliver(torch.autograd.Function):
-    """The loss as a function of the parameters: the known gradients, times the gradient of the loss, are handed out once."""
+    """The loss as a function of the parameters: the known gradients, times the gradient of the loss, are handed out; as copies
+    where the graph is kept for another backward."""
 
     @staticmethod
     def forward(
@@ -170,9 +171,13 @@ class _Deliver(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeProblem(
                 "a second backward through the loss of a step in micro-batches or of a CUDA graph, whose gradients were already "
-                "handed out: call the model again"
+                "handed out: run the one before with retain_graph=True, or call the model again"
             )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        if keeps_graph():
+            gradients = [gradient.clone() for gradient in gradients]
+        else:
+            ctx.gradients = None
         factor = ctx.scale.factor(grad, ctx.used)
         return None, None, None, *(_scaled(gradient, factor) for gradient in gradients)
 

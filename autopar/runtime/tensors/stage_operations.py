@@ -129,7 +129,7 @@ def _follow(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[
     holders = holders_of(written[0]) if written else None if everywhere else _together(values)
     known = {id(each) for each in written}
     operands = (each for each in (*flat(args), *flat(kwargs.values())) if id(each) not in known)
-    fetched = _fetched(each for each in operands if not _has(each, holders))
+    fetched = _fetched((each for each in operands if not _has(each, holders)), awaited=_has_values(op))
     if fetched:
         args, kwargs = tree_map_only(DTensor, lambda each: fetched.get(id(each), each), (args, kwargs))
     if holders is None:
@@ -208,10 +208,10 @@ def _together(values: Sequence[torch.Tensor]) -> Holders | None:
     return Holders(every[0].pipeline, stages) if stages else None
 
 
-def _fetched(values: Iterable[Any]) -> dict[int, Any]:
+def _fetched(values: Iterable[Any], *, awaited: bool = False) -> dict[int, Any]:
     """Tensors by their id as all stages have them."""
     wanted = {id(each): each for each in values}
-    return dict(zip(wanted, on_all_stages(wanted.values()), strict=True))
+    return dict(zip(wanted, on_all_stages(wanted.values(), awaited=awaited), strict=True))
 
 
 def _has(value: Any, holders: Holders | None) -> bool:

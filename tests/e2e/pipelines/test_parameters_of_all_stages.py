@@ -221,9 +221,22 @@ def buffers(model: Any) -> list[float]:
     return found + steps(model, optimizer) + [each.norm().item() for each in model.buffers()]
 
 
+def several_backwards(model: Any) -> list[float]:
+    """Weights of two losses by the norms of their gradients (GradNorm), and a loss that goes back twice, and half."""
+    weight = model.blocks[0][1].weight
+    losses = [model(**batch()), model(**batch()) * 0.5]
+    norms = [torch.autograd.grad(each, weight, retain_graph=True)[0].norm().item() for each in losses]
+    sum(each * norm for each, norm in zip(losses, norms, strict=True)).backward()
+    loss = model(**batch())
+    loss.backward(retain_graph=True)
+    kept = weight.grad.clone()
+    (loss * 0.5).backward()
+    return [*norms, kept.norm().item(), *(p.grad.norm().item() for p in model.parameters() if p.grad is not None)]
+
+
 SCRIPTS: tuple[Script, ...] = (
     *(by_position, frozen_by_position, numbers_one_by_one, penalties, lbfgs, averages, draws, state_in_a_file),
-    *(inside_of_another, full_states, data_of_others, state_dicts, buffers),
+    *(inside_of_another, full_states, data_of_others, state_dicts, buffers, several_backwards),
 )
 
 

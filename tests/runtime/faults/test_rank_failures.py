@@ -147,6 +147,15 @@ def test_what_one_rank_does_alone_is_named(
             assert lines and all(each in lines[-1] for each in words), f"{fault}: {outcome.text}"
 
 
+def test_a_rank_that_reads_one_value_more_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
+    """It waits for the last stage where that waits for the first one, after more reads than a beat has."""
+    fault = Fault("pp=2,dp=2", "reads", "a read of 1 float32 value of stage 1", 0)
+    for outcome in failing_runs(ranks, tmp_path, [fault], plans, PATIENCE_SECONDS)[fault].values():
+        assert outcome.status == 1 and outcome.seconds < PATIENCE_SECONDS + 1.5, outcome.text
+        lines = [line for line in outcome.text.splitlines() if "take it out of `if rank == 0:`" in line]
+        assert lines and "in step 2, a read of 1 float32 value of stage " in lines[-1], outcome.text
+
+
 def test_a_rank_that_never_comes_is_named(ranks: RankPool, plans: Callable[[str], str], tmp_path: Path) -> None:
     faults = [Fault("dp=4", "never comes", "before joining"), Fault("dp=4", "never comes", "before joining", 0, own_store=True)]
     found = failing_runs(ranks, tmp_path, faults, plans, 4.0, join_seconds=3.0)

@@ -302,6 +302,15 @@ def _train(parallel: Any, batch: dict[str, Any], fault: Fault, strike: Callable[
             strike()
         else:
             loss.backward()
+        if step == 2 and fault.how == "reads":
+            norms = [each.grad.norm() for each in parallel.parameters()]
+            for _ in range(40):
+                norms[-1].item()
+            if mine:
+                strike()
+                norms[-1].item()
+            for each in norms:
+                each.item()
         if mine and (step, fault.moment) == (2, "optimizer.step"):
             optimizer.register_step_pre_hook(strike)
         optimizer.step()
