@@ -79,8 +79,8 @@ class _ConversionInserter:
 
     def _convert(self, root: str, before: Value, source: Placements, target: Placements, like: Node | None) -> Value:
         axis = changed_axis(source, target)
-        replicated = not isinstance(source[axis], Shard | Partial)  # of micro-batches each adds its share, as the ranks do
-        shares = self.micro_batches if replicated and isinstance(target[axis], Partial) and self.mesh.names[axis] == DATA_AXIS else 1
+        adds = isinstance(target[axis], Partial) and not isinstance(source[axis], Shard)
+        shares = self.micro_batches if adds and self.mesh.names[axis] == DATA_AXIS else 1
         if self.mesh.sizes[axis] == shares == 1:
             return before
         conversion = axis_conversion(source[axis], target[axis], before.differentiable)

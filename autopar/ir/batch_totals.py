@@ -1,10 +1,10 @@
 """Whether a batch can be split into micro-batches: they are one more axis that shards the batch, walked in time.
 
-On it parameters are replicated and their gradients add up; only the loss may be a sum over the micro-batches. To such a sum a value
-that all micro-batches have alike (a penalty of weights, the logarithm of a learned weight) adds an equal share in each of them
-(`ap.convert` with `micro_batches`). A value that the inputs determine and that is such a sum (the number of valid tokens) is a *batch total*: it is computed for all micro-batches
-first. Buffers (weights of classes) count as inputs, since no program with micro-batches writes them. Whatever else needs the
-whole batch (batch norm, contrastive losses) forces one micro-batch.
+On it parameters are replicated and their gradients add up; only the loss may be a sum over the micro-batches. To such a sum each
+micro-batch adds an equal share of a value that all of them have alike (a penalty of weights, the logarithm of a learned weight).
+A value that the inputs determine and that is a sum (the number of valid tokens) is a *batch total*: it is computed for all
+micro-batches first. Buffers (weights of classes) count as inputs, since no program with micro-batches writes them. Whatever else
+needs the whole batch (batch norm, contrastive losses) forces one micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.dims import has_batch
-from autopar.ir.graph import Block, Graph, Node, ancestors, draws_masks
+from autopar.ir.graph import Block, Graph, Node, Value, ancestors, draws_masks
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate
@@ -120,9 +120,7 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         if is_loss:
             if have != Partial():
                 raise PlanError(f"{block.name}: the loss is no sum over the examples of the batch: it takes one micro-batch")
-        elif have == need or (not values[name].differentiable and _equal(have) and _equal(need)):
-            continue
-        elif have == Replicate() and need == Partial() and values[name].dtype.startswith(("float", "bfloat")):
+        elif have == need or _alike(have, need, values[name]):
             continue
         elif isinstance(have, Partial) and _equal(need) and _determined(block, name, known):
             found[name] = BatchTotal(block.name, name, have.op)
@@ -165,6 +163,13 @@ def _place(node: Node | None) -> str:
 
 def _equal(placement: Placement) -> bool:
     return isinstance(placement, Replicate | Invariant)
+
+
+def _alike(have: Placement, need: Placement, value: Value) -> bool:
+    """Return whether all micro-batches have the value as it is read, or add shares of it (`ap.convert` with `micro_batches`)."""
+    if have == Replicate() and need == Partial():
+        return value.dtype.startswith(("float", "bfloat"))
+    return not value.differentiable and _equal(have) and _equal(need)
 
 
 def _determined(block: Block, name: str, known: set[str]) -> bool:

@@ -190,9 +190,9 @@ class BlockProof:
     def _conversion(self, applied: Applied, name: str) -> tuple[PlacedTensor, ...]:
         tensors, axis, text = applied.args if len(applied.args) == 3 else (None, None, None)
         several = tensors if name == "convert_many" and isinstance(tensors, tuple) else (tensors,)
-        if not isinstance(axis, AxisName) or not isinstance(text, str) or not all(isinstance(x, PlacedTensor) for x in several):
-            raise NotProven(applied.line, "this is no conversion")
-        if applied.kwargs and (set(applied.kwargs) != {"micro_batches"} or name != "convert"):
+        known = not applied.kwargs or (name == "convert" and applied.kwargs.keys() == {"micro_batches"})
+        placed = all(isinstance(x, PlacedTensor) for x in several)
+        if not isinstance(axis, AxisName) or not isinstance(text, str) or not placed or not known:
             raise NotProven(applied.line, "this is no conversion")
         out = []
         for tensor in several:

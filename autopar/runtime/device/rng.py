@@ -53,8 +53,8 @@ _DRAWS = 1 << 32
 
 
 class SeedStreams:
-    """The streams of this process, made at first use. `place`: where the next call of a program begins in all of them, as a generator's
-    state says where the next draws of a plain model begin. `order` changes with each draw of a program."""
+    """The streams of this process, made at first use. `place`: where the next call of a program begins in all of them, as the
+    state of a generator says where a plain model draws on. `order` changes with each draw of a program."""
 
     def __init__(self) -> None:
         self.streams: dict[int, SeedStream] = {}
