@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Node, Value, with_operands
-from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, Shard, format_placements, local_parts
+from autopar.ir.mesh import DATA_AXIS, Mesh
+from autopar.ir.placement import Partial, Placements, Shard, format_placements, local_parts
 from autopar.passes.base import BlockState, Context, convert_node, fresh_name, only_gradient_changes
 from autopar.rules.conversions import axis_conversion, changed_axis
 
@@ -54,6 +54,7 @@ class _ConversionInserter:
     mesh: Mesh
     sources: dict[tuple[str, Placements], Placements]
     taken: set[str]
+    micro_batches: int
     nodes: list[Node] = field(default_factory=list)
     known: dict[tuple[str, Placements], Value] = field(default_factory=dict)
     placements: dict[str, Placements] = field(default_factory=dict)
@@ -78,7 +79,9 @@ class _ConversionInserter:
 
     def _convert(self, root: str, before: Value, source: Placements, target: Placements, like: Node | None) -> Value:
         axis = changed_axis(source, target)
-        if self.mesh.sizes[axis] == 1:
+        adds = isinstance(target[axis], Partial) and not isinstance(source[axis], Shard)
+        shares = self.micro_batches if adds and self.mesh.names[axis] == DATA_AXIS else 1
+        if self.mesh.sizes[axis] == shares == 1:
             return before
         conversion = axis_conversion(source[axis], target[axis], before.differentiable)
         if conversion is None:
@@ -89,6 +92,8 @@ class _ConversionInserter:
             return before
         name = fresh_name(f"{root}_{NAME_SUFFIXES.get(conversion.forward, conversion.forward)}", self.taken)
         node = convert_node(before, name, self.mesh.names[axis], conversion_text(source, target, self.mesh, axis), like)
+        if shares > 1:
+            node = replace(node, kwargs=(*node.kwargs, ("micro_batches", shares)))
         self.nodes.append(node)
         self.placements[name] = target
         return node.outputs[0]
@@ -103,7 +108,7 @@ class InsertConversions:
     def run(self, state: BlockState, context: Context) -> BlockState:
         block, plan = state.block, context.plan
         sources = {(each.value, each.target): each.source for each in plan.conversions}
-        inserter = _ConversionInserter(context.mesh, sources, set(block.values()))
+        inserter = _ConversionInserter(context.mesh, sources, set(block.values()), context.micro_batches)
         for value, placements in zip(block.inputs, plan.inputs, strict=True):
             inserter.produce(value, placements)
         for parameter, placements in zip(block.parameters, plan.parameters, strict=True):

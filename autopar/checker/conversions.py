@@ -6,7 +6,11 @@ that both are right: from summands to their sum, from equal gradients to equal g
 
 from __future__ import annotations
 
-from autopar.checker.shards import INVARIANT, PARTIAL, REPLICATED, Axes, Cut, Kind, Kinds, Shape
+from typing import Any
+
+import torch
+
+from autopar.checker.shards import INVARIANT, MICRO, PARTIAL, REPLICATED, Axes, Cut, Kind, Kinds, Shape
 from autopar.ir.placement import Partial, Placement, Shard, parse_placement
 
 COMMUNICATION = {
@@ -75,6 +79,16 @@ def convert(axes: Axes, shape: Shape, kinds: Kinds, axis: str, text: str, flows:
     else:
         after = letter(target)
     return (*kinds[:index], after, *kinds[index + 1 :])
+
+
+def share(axes: Axes, kinds: Kinds, count: Any, dtype: torch.dtype) -> Kinds:
+    """The kinds of a tensor that is divided by the number of micro-batches: it was alike in all, and is their sum now."""
+    index = axes.names.index(MICRO) if MICRO in axes.names else -1
+    if index < 0 or count != axes.sizes[index] or not dtype.is_floating_point:
+        raise NoConversion(f"no floating-point tensor is the sum over {count} micro-batches")
+    if kinds[index] != REPLICATED:
+        raise NoConversion(f"it takes R on {MICRO}, but the tensor is {kinds[index]}")
+    return (*kinds[:index], PARTIAL, *kinds[index + 1 :])
 
 
 def _normal(dim: int, shape: Shape) -> int:

@@ -1,9 +1,10 @@
 """Whether a batch can be split into micro-batches: they are one more axis that shards the batch, walked in time.
 
-On it parameters are replicated and their gradients add up; only the loss may be a sum over the micro-batches. A value that the
-inputs determine and that is such a sum (the number of valid tokens) is a *batch total*: it is computed for all micro-batches
-first. Buffers (weights of classes) count as inputs, since no program with micro-batches writes them. Whatever else needs the
-whole batch (batch norm, contrastive losses) forces one micro-batch.
+On it parameters are replicated and their gradients add up; only the loss may be a sum over the micro-batches. To such a sum each
+micro-batch adds an equal share of a value that all of them have alike (a penalty of weights, the logarithm of a learned weight).
+A value that the inputs determine and that is a sum (the number of valid tokens) is a *batch total*: it is computed for all
+micro-batches first. Buffers (weights of classes) count as inputs, since no program with micro-batches writes them. Whatever else
+needs the whole batch (batch norm, contrastive losses) forces one micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.dims import has_batch
-from autopar.ir.graph import Block, Graph, Node, ancestors, draws_masks
+from autopar.ir.graph import Block, Graph, Node, Value, ancestors, draws_masks
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate
@@ -119,15 +120,13 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         if is_loss:
             if have != Partial():
                 raise PlanError(f"{block.name}: the loss is no sum over the examples of the batch: it takes one micro-batch")
-        elif have == need or (not values[name].differentiable and _equal(have) and _equal(need)):
+        elif have == need or _alike(have, need, values[name]):
             continue
         elif isinstance(have, Partial) and _equal(need) and _determined(block, name, known):
             found[name] = BatchTotal(block.name, name, have.op)
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
-            once = _equal(have) and isinstance(need, Partial)  # a penalty of weights beside the losses of the examples
-            what = f"adds {_named(name, maker)} to the sum" if once else f"needs {_named(name, maker, node)}"
-            raise PlanError(f"{block.name} {what} of the whole batch: it takes one micro-batch")
+            raise PlanError(f"{block.name} needs {_named(name, maker, node)} of the whole batch: it takes one micro-batch")
     if found and (sum(each.block == block.name for each in graph.calls) > 1 or _nested(block, found)):
         makers = {value.name: node for node in block.nodes for value in node.outputs}
         several = ", ".join(_named(name, makers.get(name)) for name in found)
@@ -164,6 +163,13 @@ def _place(node: Node | None) -> str:
 
 def _equal(placement: Placement) -> bool:
     return isinstance(placement, Replicate | Invariant)
+
+
+def _alike(have: Placement, need: Placement, value: Value) -> bool:
+    """Return whether all micro-batches have the value as it is read, or add shares of it (`ap.convert` with `micro_batches`)."""
+    if have == Replicate() and need == Partial():
+        return value.dtype.startswith(("float", "bfloat"))
+    return not value.differentiable and _equal(have) and _equal(need)
 
 
 def _determined(block: Block, name: str, known: set[str]) -> bool:

@@ -10,7 +10,8 @@ CONVERT, CONVERT_MANY, START, WAIT = "ap.convert", "ap.convert_many", "ap.start"
 
 def _expression(call: OperationCall) -> str:
     axis, change = (str(dict(call.node.kwargs)[name]) for name in ("axis", "conversion"))
-    return f'C.{call.packet}({call.args[0]}, {axis}, "{change}")'
+    count = dict(call.node.kwargs).get("micro_batches")
+    return f'C.{call.packet}({call.args[0]}, {axis}, "{change}"{f", micro_batches={count}" if count else ""})'
 
 
 OPERATIONS = (

@@ -102,7 +102,8 @@ class Calls:
             begin_call(self.program)
             for buckets in (self.state.buckets, *self.state.chunk_buckets):
                 buckets.reset()
-        loss, others = self._step(variant, inputs, training)
+        with seed_stream.call(mode[0]) if drawn is None else contextlib.nullcontext():
+            loss, others = self._step(variant, inputs, training)
         if not self._takes_gradients(inputs):  # FSDP2 and stages of a pipeline give them a graph, whose backward would do nothing
             loss, others = loss.detach(), [each.detach() for each in others]
         if drawn is not None and seed_stream.counts() != drawn:

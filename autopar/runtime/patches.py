@@ -18,6 +18,7 @@ import torch
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
 from .compat.checkpoints import boxes_in_checkpoints, parts_of_full_states
+from .compat.generator_states import on_generator_states
 from .compat.hooks import (
     after_unscaling,
     data_by_values,
@@ -26,7 +27,6 @@ from .compat.hooks import (
     fused_updates,
     masked_items,
     muon_updates,
-    on_manual_seed,
     replaced,
     whole_items,
 )
@@ -93,7 +93,7 @@ def _patches() -> ExitStack:
         lambda: foreach_kind(Gradient),
         lambda: engine_calls(parameter_gradients, (latest_answer, explain_penalty, report_failed_backward)),
         lambda: after_unscaling(agree_on_overflow),
-        lambda: on_manual_seed(seed_stream.count_manual_seed),
+        lambda: on_generator_states(seed_stream.count_manual_seed, seed_stream.place_of_script, seed_stream.move),
         # the end of the process
         _uncaught_exceptions,
         _end,

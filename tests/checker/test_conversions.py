@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.checker import conversions
 from autopar.checker.conversions import COMMUNICATION
-from autopar.checker.shards import Axes, Cut, Kind, Kinds
+from autopar.checker.shards import MICRO, Axes, Cut, Kind, Kinds
 from autopar.runtime.comm.conversions import COMMUNICATING, parse_conversion
 
 SIZES = (2, 4)
@@ -173,3 +173,14 @@ def test_a_conversion_keeps_the_tensor_and_its_gradient(pair: str, ranks: int) -
     gradient = state(DUAL[target], ranks, "g")
     back = value(DUAL[source], moved(gradient, backward))
     assert [sympy.expand(x) for x in back] == value(DUAL[target], gradient)
+
+
+def test_shares_of_micro_batches() -> None:
+    """A floating-point tensor that all micro-batches have alike, divided by their number, is a summand in each."""
+    axes = Axes(("dp", MICRO), (2, 4))
+    assert conversions.share(axes, ("P", "R"), 4, torch.float64) == ("P", "P")
+    for kinds, count, dtype in ((("R", "P"), 4, torch.float64), (("R", "R"), 2, torch.float64), (("R", "R"), 4, torch.int64)):
+        with pytest.raises(conversions.NoConversion):
+            conversions.share(axes, kinds, count, dtype)
+    with pytest.raises(conversions.NoConversion):
+        conversions.share(AXES, ("R", "R"), 4, torch.float64)

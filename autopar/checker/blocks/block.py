@@ -188,9 +188,11 @@ class BlockProof:
         return self.operations.prove(loss)
 
     def _conversion(self, applied: Applied, name: str) -> tuple[PlacedTensor, ...]:
-        tensors, axis, text = applied.args if len(applied.args) == 3 and not applied.kwargs else (None, None, None)
+        tensors, axis, text = applied.args if len(applied.args) == 3 else (None, None, None)
         several = tensors if name == "convert_many" and isinstance(tensors, tuple) else (tensors,)
-        if not isinstance(axis, AxisName) or not isinstance(text, str) or not all(isinstance(x, PlacedTensor) for x in several):
+        known = not applied.kwargs or (name == "convert" and applied.kwargs.keys() == {"micro_batches"})
+        placed = all(isinstance(x, PlacedTensor) for x in several)
+        if not isinstance(axis, AxisName) or not isinstance(text, str) or not placed or not known:
             raise NotProven(applied.line, "this is no conversion")
         out = []
         for tensor in several:
@@ -199,6 +201,8 @@ class BlockProof:
             for kind in (tensor.kinds, *tensor.others):
                 try:
                     kinds = conversions.convert(self.axes, tensor.shape, kind, axis.name, text, flows)
+                    if applied.kwargs:
+                        kinds = conversions.share(self.axes, kinds, applied.kwargs["micro_batches"], tensor.local.dtype)
                     break
                 except conversions.NoConversion as error:
                     reasons.append(str(error))

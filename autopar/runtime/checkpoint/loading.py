@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
 from ..compat.dtensor import local_of
+from ..device.rng import seed_stream
 from ..errors import CheckpointProblem, DamagedCheckpoint, one_line
 from ..progress import advance, working
 from . import folders
@@ -189,4 +190,4 @@ def _set_random_state(held: HeldState, rounds: Rounds, saved: Mapping[str, Any])
     if held.mesh is not None:
         if random.seed is not None:
             held.reseed(random.seed)
-        random.restart_streams(held.axes)
+        seed_stream.restart(random.place)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..device.rng import seed_stream
 from ..errors import CheckpointProblem
 
 Generators = dict[str, Any]
@@ -21,9 +20,9 @@ Generators = dict[str, Any]
 def generators(device: torch.device) -> Generators:
     """Return the generators of this process: torch's of the CPU and of the device, Python's, and numpy's where it is imported."""
     version, numbers, left = random.getstate()
-    states: Generators = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), left]}
+    states: Generators = {"torch": torch.default_generator.get_state(), "python": [version, torch.tensor(numbers), left]}
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+        states["cuda"] = torch.cuda.get_rng_state(device).clone()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *more = numpy.random.get_state()
@@ -54,26 +53,21 @@ def set_generators(states: Mapping[str, Any], device: torch.device, different: i
 
 @dataclass
 class RandomState:
-    """The random state of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `counts`: of
-    the streams of the program (`device.rng`). `axes`: the mesh that it was drawn on."""
+    """The random state of all ranks. `states`: those that differ; `of_rank`: which of them each rank has. `seed`, `place`: of the
+    streams of the program (`device.rng`); under another mesh shards have other streams, from that place on too."""
 
     states: list[Generators]
     of_rank: list[int]
     seed: int | None
-    counts: dict[int, int]
-    axes: dict[str, int]
+    place: int
 
     @staticmethod
-    def of_all(every: Sequence[tuple[Generators, Mapping[int, int]]], seed: int | None, axes: Mapping[str, int]) -> RandomState:
-        """Join the states of all ranks: the generators of each, and the counts of its streams."""
-        digests = [_digest(state) for state, _ in every]
+    def of_all(every: Sequence[Generators], seed: int | None, place: int) -> RandomState:
+        """Join the generators of all ranks."""
+        digests = [_digest(state) for state in every]
         distinct = list(dict.fromkeys(digests))
-        counts: dict[int, int] = {}
-        for _, own in every:
-            for key, count in own.items():
-                counts[key] = max(count, counts.get(key, 0))
-        states = [every[digests.index(digest)][0] for digest in distinct]
-        return RandomState(states, [distinct.index(digest) for digest in digests], seed, counts, dict(axes))
+        states = [every[digests.index(digest)] for digest in distinct]
+        return RandomState(states, [distinct.index(digest) for digest in digests], seed, place)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -82,7 +76,8 @@ class RandomState:
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> RandomState:
         """The inverse."""
-        return RandomState(value["states"], value["of_rank"], value["seed"], value["counts"], value["axes"])
+        place = value["place"] if "place" in value else max(value["counts"].values(), default=0)  # an older one: beyond its draws
+        return RandomState(value["states"], value["of_rank"], value["seed"], place)
 
     def generators_of(self, rank: int) -> tuple[Generators, int]:
         """Return the generators that a rank goes on with, and `different` of `set_generators`: its own state; where all ranks had
@@ -96,12 +91,6 @@ class RandomState:
     def moved(self, size: int) -> bool:
         """Return whether ranks had different states, and there are other ranks now."""
         return len(self.states) > 1 and size != len(self.of_rank)
-
-    def restart_streams(self, axes: Mapping[str, int]) -> None:
-        """The streams of this process go on where they were. Under another mesh shards are others, and so are their streams: new
-        ones begin where none of the old ones has been."""
-        other = 0 if dict(axes) == self.axes else max(self.counts.values(), default=0)
-        seed_stream.restart(self.counts, other)
 
 
 def _digest(value: Any) -> str:

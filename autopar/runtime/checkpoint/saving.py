@@ -142,16 +142,17 @@ def collect(
                 tensors |= {key: each for key, each in state_tensors.items() if key.startswith(f"optimizer{index}.{name}.")}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, is_coordinator=rounds.rank == 0)
-    change = (0, 0) if held.mesh is None else held.mesh.seed_change()  # which the next call would follow
-    own = generators(held.device), {} if change[0] == SEEDED else seed_stream.before | seed_stream.counts(), change
+    change = (0, 0, 0) if held.mesh is None else held.mesh.seed_change()  # which the next call would follow
+    own = generators(held.device), seed_stream.place, change
     with rounds.together():
         local = _local_plan(planner)
     reports = rounds.gather((step, local, own))
     first: Any = None
     if rounds.rank == 0:
-        pending, seed = (max(each[2][at] for _, _, each in reports) for at in (0, 1))
-        states = [each[:2] for _, _, each in reports]
-        random = RandomState.of_all(states, seed if pending else held.seed, held.axes).to_dict()
+        pending, seed, place = (max(each[2][at] for _, _, each in reports) for at in range(3))
+        place = place if pending else max(each[1] for _, _, each in reports)
+        seed = seed if pending == SEEDED else held.seed
+        random = RandomState.of_all([each[0] for _, _, each in reports], seed, place).to_dict()
         kept = {"extra": extra, "model_extra": dict(held.extra), "optimizers": every, "random": random, "plan": held.plan}
         first = attempt(lambda: _prepare(rounds, planner, reports, folder, step, kept))
     shares = [first] * rounds.size if isinstance(first, Failed) else [(first[0], plan) for plan in first[1]] if first else []

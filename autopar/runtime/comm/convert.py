@@ -43,8 +43,11 @@ class _Convert(torch.autograd.Function):
         return (None, None, None, None, *(None if grad is None else next(results) for grad in grads))
 
 
-def convert(x: torch.Tensor, axis: AxisHandle, text: str) -> torch.Tensor:
-    """Return `x` in another placement on `axis`; on an axis of one rank, `x` itself."""
+def convert(x: torch.Tensor, axis: AxisHandle, text: str, *, micro_batches: int = 1) -> torch.Tensor:
+    """Return `x` in another placement on `axis`; on an axis of one rank, `x` itself. `micro_batches`: so many have `x` alike, and
+    add it to a sum over all of them."""
+    if micro_batches > 1:
+        x = x / micro_batches
     if axis.size == 1:
         return x
     if x.is_complex():  # collectives take pairs of real numbers

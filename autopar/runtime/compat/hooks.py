@@ -300,20 +300,6 @@ def engine_calls(
     return replaced(outer, "_engine_run_backward", run)
 
 
-@contextmanager
-def on_manual_seed(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with the seed where a script calls ``torch.manual_seed``."""
-    usual = torch.manual_seed
-
-    def seed(*args: Any, **kwargs: Any) -> torch.Generator:
-        generator = usual(*args, **kwargs)
-        note(generator.initial_seed())
-        return generator
-
-    with replaced(torch, "manual_seed", seed), replaced(torch.random, "manual_seed", seed):
-        yield
-
-
 def after_unscaling(
     agree: Callable[[torch.optim.Optimizer, dict[torch.device, torch.Tensor], torch.Tensor], None],
 ) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from .axis import AxisHandle, shares_of
 from .groups import shared_mesh
 from .offload import HostMemory
 from .rendezvous import JOIN_SECONDS, Meeting, meet
-from .rng import PUT_BACK, SEEDED, seed_stream
+from .rng import MOVED, SEEDED, seed_stream
 
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
@@ -51,7 +51,7 @@ class MeshHandle:
     dp: AxisHandle
     cp: AxisHandle
     seed_offset = base_seed = 0
-    script_seed: tuple[int, int] | None = None
+    script_seed: tuple[int, int, int] | None = None
     """`SeedStreams.script_seed` of this rank where streams began, or `reseed` was called; None before the first call."""
     own_examples = all_examples = 0
     """The examples of this data rank, and of all, where they have uneven shards of the batch."""
@@ -75,7 +75,7 @@ class MeshHandle:
     def _join(self, axes: Mapping[str, int]) -> torch.device:
         device = join_process_group(prod(axes.values()), axes)
         self.host_memory = HostMemory(device)
-        seed_stream.restart()  # streams of an earlier mesh may have advanced differently on other ranks
+        seed_stream.restart(seed_stream.moved_to or 0)  # streams of an earlier mesh may have advanced differently on other ranks
         return device
 
     def _meshes(self, axes: dict[str, int]) -> tuple[DeviceMesh, DeviceMesh]:
@@ -207,19 +207,21 @@ class MeshHandle:
         self.script_seed = seed_stream.script_seed()
         seed_stream.restart()
 
-    def seed_change(self) -> tuple[int, int]:
-        """Return what the script has done to torch's generator of this rank since (`SEEDED`, `PUT_BACK`, 0), and its seed."""
+    def seed_change(self) -> tuple[int, int, int]:
+        """Return what the script has done to torch's generator of this rank since (`SEEDED`, `MOVED`, 0), its seed, and the place
+        of the streams."""
         now = seed_stream.script_seed()
         if now == self.script_seed:
-            return 0, 0
-        put_back = self.script_seed is not None and seed_stream.latest_seed not in (-1, now[1])
-        return (PUT_BACK if put_back else SEEDED), now[1]
+            return 0, 0, 0
+        moved = self.script_seed is not None and now[:2] == self.script_seed[:2]
+        return (MOVED if moved else SEEDED), now[1], seed_stream.place_of_script()
 
-    def follow_seed(self, change: int, seed: int) -> None:
-        """Begin the random streams as the script's generators do. All ranks pass the largest change and seed of all."""
-        self._begin(seed)
+    def follow_seed(self, change: int, seed: int, place: int) -> None:
+        """Begin the random streams as the script's generators do. All ranks pass the largest change, seed and place of all."""
+        if change == SEEDED:
+            self._begin(seed)
         self.script_seed = seed_stream.script_seed()
-        seed_stream.follow(change, seed)
+        seed_stream.follow(place, seed if change == SEEDED else None)
 
 
 class BlockMesh:

@@ -6,7 +6,8 @@ backward draws the numbers of the forward: `RngRecorder` records the positions o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Protocol
@@ -44,23 +45,22 @@ class SeedStream:
         return hash((self.key, self.count)) % (1 << 62)  # of whole numbers: the same in every process
 
 
-MOST_STREAMS = 256
-"""The streams whose counts are kept while those of another seed are drawn from: a script may seed in every step."""
+MOVED, SEEDED = 1, 2
+"""What a script has done to torch's generator since: ``set_rng_state`` and ``fork_rng`` put back a state; ``manual_seed``."""
 
-PUT_BACK, SEEDED = 1, 2
-"""What a script has done to torch's generator since: ``fork_rng`` and ``set_rng_state`` put back its state of before."""
+_DRAWS = 1 << 32
+"""More than a call draws from one stream."""
 
 
 class SeedStreams:
-    """The streams of this process, made at first use. `first_counts`: where streams begin, by key; all others begin at
-    `other_count`. `order` changes with each draw of a program."""
+    """The streams of this process, made at first use. `place`: where the next call of a program begins in all of them, as the
+    state of a generator says where a plain model draws on. `order` changes with each draw of a program."""
 
     def __init__(self) -> None:
         self.streams: dict[int, SeedStream] = {}
-        self.first_counts: Mapping[int, int] = {}
-        self.other_count = 0
-        self.manual_seeds, self.latest_seed = 0, -1  # the calls of torch.manual_seed, and the last one's
-        self.before: dict[int, int] = {}  # the counts of streams that were left for those of other seeds
+        self.place = self.start = 0
+        self.manual_seeds = self.moves = 0  # the calls of torch.manual_seed, and of set_rng_state
+        self.moved_to: int | None = None  # the place that the script went to since the last call
         self.followed: tuple[int, int] | None = None
         self.restarts = 0
         self.order = torch.zeros((), dtype=torch.int64, device="cpu")  # under a default device too
@@ -69,34 +69,52 @@ class SeedStreams:
         """The stream of a shard."""
         stream = self.streams.get(key)
         if stream is None:
-            stream = self.streams[key] = SeedStream(key, self.first_counts.get(key, self.other_count))
+            stream = self.streams[key] = SeedStream(key, self.start)
         return stream
 
-    def restart(self, first_counts: Mapping[int, int] | None = None, other_count: int = 0) -> None:
+    def restart(self, place: int = 0) -> None:
         """Begin all streams anew."""
-        self.streams, self.first_counts, self.other_count = {}, dict(first_counts or {}), other_count
+        self.streams, self.place, self.start, self.moved_to = {}, place, place * _DRAWS, None
         self.restarts += 1
 
-    def count_manual_seed(self, seed: int) -> None:
+    @contextmanager
+    def call(self, training: bool) -> Iterator[None]:
+        """A call of a program. An evaluation that draws nothing leaves the place, as it leaves a generator."""
+        self.start = self.place * _DRAWS
+        for stream in self.streams.values():
+            stream.count = self.start
+        yield
+        if training or any(stream.count > self.start for stream in self.streams.values()):
+            self.place += 1
+        self.moved_to = None  # a checkpoint inside of the call has put back a state from before its end
+
+    def count_manual_seed(self) -> None:
         """Note that the script has called ``torch.manual_seed``."""
-        self.manual_seeds, self.latest_seed = self.manual_seeds + 1, seed % (1 << 62)
+        self.manual_seeds, self.moved_to = self.manual_seeds + 1, 0
 
-    def script_seed(self) -> tuple[int, int]:
-        """Return how often the script has called ``torch.manual_seed``, and the seed of torch's generator."""
-        return self.manual_seeds, torch.initial_seed() % (1 << 62)
+    def move(self, place: int) -> None:
+        """Note that the script has put back a state of torch's generator from this place."""
+        self.moves, self.moved_to = self.moves + 1, place
 
-    def follow(self, change: int, seed: int) -> None:
-        """Begin all streams anew, once for all models; where the generator is as it was `PUT_BACK`, go on where they were."""
-        if self.followed != (self.manual_seeds, seed):
-            counts = self.counts()
-            kept = {key: count for key, count in self.before.items() if key not in counts}
-            self.before = dict([*kept.items(), *counts.items()][-MOST_STREAMS:])
-            self.restart(self.before if change == PUT_BACK else None)
+    def place_of_script(self) -> int:
+        """Return where the script wants the next call to begin."""
+        return self.place if self.moved_to is None else self.moved_to
+
+    def script_seed(self) -> tuple[int, int, int]:
+        """Return how often the script has called ``torch.manual_seed``, the seed of torch's generator, and how often it put back
+        a state."""
+        return self.manual_seeds, torch.initial_seed() % (1 << 62), self.moves
+
+    def follow(self, place: int, seed: int | None) -> None:
+        """Go on at a place. Of another seed (None: of the same) all streams begin anew, once for all models."""
+        if seed is not None and self.followed != (self.manual_seeds, seed):
+            self.restart()
             self.followed = (self.manual_seeds, seed)
+        self.place, self.moved_to = place, None
 
     def counts(self) -> dict[int, int]:
-        """Return the number of seeds that each stream has given, those included that begin further on and were not used yet."""
-        return {**self.first_counts, **{key: each.count for key, each in self.streams.items()}}
+        """Return the number of seeds that each stream has given."""
+        return {key: each.count for key, each in self.streams.items()}
 
 
 seed_stream = SeedStreams()

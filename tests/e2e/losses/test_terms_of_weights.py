@@ -1,0 +1,94 @@
+"""Losses with terms and factors of weights alone, in micro-batches: learned weights of tasks, penalties in a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.harness.comparison import same_gradients
+from support.harness.habits import refusal
+from support.harness.rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+
+Loss = Callable[["Tasks", Tensor, Tensor, Tensor], Tensor]
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+        return x + torch.tanh(self.linear(x)) * self.scale, penalty + self.scale.abs().sum()
+
+
+class Tasks(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.classes, self.value, self.log = nn.Linear(6, 4), nn.Linear(6, 1), nn.Parameter(torch.tensor([0.3, -0.2]))
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, penalty = x, self.log.new_zeros(())
+        for layer in self.layers:
+            hidden, penalty = layer(hidden, penalty)
+        one, two = F.cross_entropy(self.classes(hidden), y, ignore_index=3), self.value(hidden).square().mean()
+        return self.loss(self, one, two, penalty)
+
+
+def learned_weights(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return torch.exp(-model.log[0]) * one + model.log[0] + torch.exp(-model.log[1]) * two + model.log[1]
+
+
+def deviations(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    widths = F.softplus(model.log)
+    return one / (2 * widths[0] ** 2) + two / widths[1] + widths.log().sum()
+
+
+def penalty_in_forward(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return one + two + 1e-2 * sum(p.square().sum() for p in model.classes.parameters())
+
+
+def penalty_of_layers(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return one + 0.1 * penalty * two.detach().new_ones(()) + model.log.norm()
+
+
+def logarithm(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return torch.log(one) + model.log.sum()
+
+
+def train(loss: Loss, force: str) -> int:
+    torch.manual_seed(0)
+    plain = Tasks(loss).double()
+    parallel: Any = autopar.parallelize(
+        copy.deepcopy(plain), f"local:{torch.distributed.get_world_size()}", (X, Y), force=force, cache=False, proof=True
+    )
+    for x, y in ((X, Y), (X.flip(0) * 2, Y.flip(0))):
+        found, expected = parallel(x, y), plain(x, y)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        found.backward()
+        expected.backward()
+        same_gradients(parallel, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(X, Y), plain(X, Y), rtol=1e-9, atol=1e-9)
+    count: int = parallel.program.micro_batches
+    return count
+
+
+@pytest.mark.parametrize("force", ["pp=2,dp=1", "pp=2,dp=2,micro=2", "dp=2,micro=1,zero=3", "tp=2,dp=1,micro=2"])
+@pytest.mark.parametrize("loss", [learned_weights, deviations, penalty_in_forward, penalty_of_layers])
+def test_equals_one_process(ranks: RankPool, loss: Loss, force: str) -> None:
+    assert min(ranks.run(train, loss, force, world=4 if "pp=2,dp=2" in force else 2)) > 1
+
+
+def test_functions_of_the_loss_take_one_micro_batch() -> None:
+    plan = lambda: autopar.plan(Tasks(logarithm).double(), "local:2", (X, Y), force="pp=2,dp=1,micro=2")  # noqa: E731
+    assert "aten.log" in refusal(plan)
