@@ -350,7 +350,8 @@ class Variants:
             changed = changed or not same_changes
         if changed:
             self.unfrozen.agree(several, describe)
-        for program in self.different_programs() if seeds[0] else ():
+        # without a change too: an evaluation may have drawn on one stage alone
+        for program in self.different_programs() if seeds[0] else [self.first.program]:
             program.mesh.follow_seed(*seeds)
         unfrozen = self.unfrozen.names if torch.is_grad_enabled() else ()
         return call._replace(key=call.key._replace(unfrozen=unfrozen))

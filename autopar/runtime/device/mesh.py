@@ -212,7 +212,7 @@ class MeshHandle:
         of the streams."""
         now = seed_stream.script_seed()
         if now == self.script_seed:
-            return 0, 0, 0
+            return 0, 0, seed_stream.place
         moved = self.script_seed is not None and now[:2] == self.script_seed[:2]
         return (MOVED if moved else SEEDED), now[1], seed_stream.place_of_script()
 
@@ -220,7 +220,8 @@ class MeshHandle:
         """Begin the random streams as the script's generators do. All ranks pass the largest change, seed and place of all."""
         if change == SEEDED:
             self._begin(seed)
-        self.script_seed = seed_stream.script_seed()
+        if change:
+            self.script_seed = seed_stream.script_seed()
         seed_stream.follow(place, seed if change == SEEDED else None)
 
 
