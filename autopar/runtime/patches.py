@@ -17,7 +17,7 @@ import torch
 
 from .comm.ending import end_in_time
 from .comm.heartbeat import ends_by, glancing, report_failed_backward, report_uncaught
-from .compat.checkpoints import boxes_in_checkpoints, parts_of_full_states
+from .compat.checkpoints import boxes_in_checkpoints
 from .compat.generator_states import on_generator_states
 from .compat.hooks import (
     after_unscaling,
@@ -107,7 +107,6 @@ def _patches_of_pipelines() -> ExitStack:
     """Change DTensor's operations for pipelines: other models leave most of them to its own dispatch, which is faster."""
     patches = follow_stages()
     patches.enter_context(foreach_kind(OnAnotherStage))
-    patches.enter_context(parts_of_full_states(lambda each: not isinstance(each, OnAnotherStage)))
     patches.enter_context(torch.serialization.safe_globals([Holders, OnAnotherStage]))  # in the state of an optimizer
     return patches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from .dtensor import boxes
 from .hooks import replaced
+
+
+def around_full_states(context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Enter `context` where torch.distributed.checkpoint makes a full state dict (of a model or of its optimizer). Seen on
+    2.13.0: both go through this function."""
+    outer: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    usual = outer._maybe_full_or_cpu_state_dict
+
+    def make(state: Any, info: Any) -> Any:
+        with context() if info.full_state_dict else nullcontext():
+            return usual(state, info)
+
+    return replaced(outer, "_maybe_full_or_cpu_state_dict", make)
 
 
 def parts_of_full_states(has_part: Callable[[Any], bool]) -> AbstractContextManager[None]:

@@ -123,12 +123,15 @@ def with_local(kind: type[Any], local: torch.Tensor, mesh: DeviceMesh, shape: Se
     """An instance of `kind` (DTensor, or a subclass), replicated over the mesh, whose part on this rank is `local`, on its own
     device, and of any shape: `DTensor.from_local` moves it, and takes an empty shape for none. Seen on 2.13.0."""
     with torch.inference_mode(False):
-        spec = _replicated_spec(mesh, tuple(shape), tuple(stride), local.dtype)
+        spec = _replicated_spec(mesh, id(mesh), tuple(shape), tuple(stride), local.dtype)
         return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)
 
 
 @lru_cache(maxsize=2**12)
-def _replicated_spec(mesh: DeviceMesh, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+def _replicated_spec(
+    mesh: DeviceMesh, number: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """The specification of a replicated tensor. `number`: the mesh's, since equal ones may have other process groups."""
     meta = TensorMeta(torch.Size(shape), stride, dtype)
     return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
 

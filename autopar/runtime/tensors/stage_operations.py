@@ -7,24 +7,23 @@ The program's own calls take shards, and do not come here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache, reduce
-from typing import Any, NamedTuple
+from functools import cache, reduce
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..compat.autograd import apply, has_data, in_backward
+from ..compat.checkpoints import around_full_states, parts_of_full_states
 from ..compat.compile import is_traced
 from ..compat.dtensor import (
     gathered,
     local_of,
-    meta_like,
     operations_of_shards,
-    outside_of_fakes,
     reshape_in_place,
     usual_operation,
 )
@@ -34,6 +33,7 @@ from ..state.gradient import flat
 from ..state.stage_tensors import Holders, OnAnotherStage, for_holders, held_by, holders_of, on_all_stages, on_another_stage
 from .mixed_operations import compared_before
 from .random_draws import draws_by_values
+from .result_shapes import result_shapes
 
 Operation = Callable[[Any, Any, Any], Any]
 """Runs an operation of torch with its arguments and keywords."""
@@ -41,6 +41,7 @@ Operation = Callable[[Any, Any, Any], Any]
 _READS = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "allclose"))
 """Operations that give a script a value."""
 _inside = ContextVar("inside", default=False)
+_gathers = ContextVar("gathers", default=False)
 
 
 def follow_stages() -> ExitStack:
@@ -53,9 +54,7 @@ def follow_stages() -> ExitStack:
         return full(_outside(self), *args, **kwargs)
 
     def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        placements = args[1] if len(args) > 1 else kwargs.get("placements")
-        if placements and all(each.is_replicate() for each in placements):  # as `full_tensor`: of torch's full state dicts
-            self = _outside(self)
+        self = _outside(self) if _gathers.get() else self
         placed = self if isinstance(self, OnAnotherStage) else redistributed(self, *args, **kwargs)
         out: DTensor = held_by(placed, holders_of(self))
         return out
@@ -69,8 +68,20 @@ def follow_stages() -> ExitStack:
     hooks.enter_context(shard_operations({op: _followed_by(table.get(op, usual_operation)) for op in all_operations()}))
     hooks.enter_context(replaced(DTensor, "full_tensor", full_tensor))
     hooks.enter_context(replaced(DTensor, "redistribute", redistribute))
+    hooks.enter_context(around_full_states(_gathering))
+    hooks.enter_context(parts_of_full_states(lambda each: not isinstance(each, OnAnotherStage)))
     hooks.enter_context(replaced(DTensor, "data", property(data.__get__, put)))
     return hooks
+
+
+@contextmanager
+def _gathering() -> Iterator[None]:
+    """Let torch.distributed.checkpoint gather the tensors of all stages, as `full_tensor` does, where it makes a full state."""
+    token = _gathers.set(True)
+    try:
+        yield
+    finally:
+        _gathers.reset(token)
 
 
 def _outside(value: DTensor) -> DTensor:
@@ -154,7 +165,7 @@ def _result(usual: Operation, op: Any, args: Any, kwargs: Any, values: Sequence[
         if torch.Tag.inplace_view in op.tags:
             reshape_in_place(written, op, args, kwargs)
         return written
-    shapes = _shapes(op, args, kwargs)
+    shapes = result_shapes(op, args, kwargs)
     if isinstance(shapes, torch.Tensor):
         return _as_elsewhere(shapes, holders)
     return tree_map_only(torch.Tensor, lambda each: _as_elsewhere(each, holders), shapes)
@@ -186,7 +197,7 @@ def _follow_lists(usual: Operation, op: Any, args: Any, kwargs: Any, values: Seq
         return None
     away = [position for position in range(length) if position not in results]
     if away:
-        shapes = _shapes(op, part(away), kwargs)
+        shapes = result_shapes(op, part(away), kwargs)
         results.update((at, _as_elsewhere(shape, every[at])) for at, shape in zip(away, shapes, strict=True))  # type: ignore[arg-type]
     return [held_by(results[position], every[position]) for position in range(length)]
 
@@ -252,55 +263,6 @@ def _has_values(op: Any) -> bool:
 def _asks_of_shape(op: Any) -> bool:
     """Return whether an operation gives no tensor, and needs no values (`is_same_size`)."""
     return not _written(op) and not _has_values(op) and not any("Tensor" in str(each.type) for each in op._schema.returns)
-
-
-def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
-    """The results of an operation as meta tensors."""
-    call = op, _signature(args), tuple(kwargs), _signature(tuple(kwargs.values()))
-    try:
-        return _known_shapes(*call)
-    except TypeError:  # symbols of a trace have no hash
-        return _computed_shapes(*call)
-
-
-class _Shape(NamedTuple):
-    """A tensor without values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _signature(value: Any) -> Any:
-    """An argument as far as the shapes of results depend on it: a number with its type, since 1 and 1.0 are equal."""
-    if isinstance(value, torch.Tensor):
-        return _Shape(tuple(value.shape), value.stride(), value.dtype)
-    return tuple(map(_signature, value)) if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-def _computed_shapes(op: Any, args: Any, names: Sequence[str], options: Any) -> Any:
-    with outside_of_fakes():
-        try:
-            return op(*_arguments(args), **dict(zip(names, _arguments(options), strict=True)))
-        except NotImplementedError:  # torch knows no shapes: of zeros
-            results = op(*_arguments(args, "cpu"), **dict(zip(names, _arguments(options, "cpu"), strict=True)))
-            return tree_map_only(torch.Tensor, meta_like, results)
-
-
-_known_shapes = lru_cache(maxsize=2**12)(_computed_shapes)
-
-
-def _arguments(signatures: Sequence[Any], device: str = "meta") -> list[Any]:
-    """Arguments with these signatures, zeros."""
-    out: list[Any] = []
-    for each in signatures:
-        if isinstance(each, _Shape):
-            out.append(torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device).zero_())
-        elif len(each) == 2 and isinstance(each[0], type):
-            out.append(torch.device(device) if each[0] is torch.device else each[1])
-        else:
-            out.append(_arguments(each, device))
-    return out
 
 
 def _as_elsewhere(shape: torch.Tensor, holders: Holders) -> OnAnotherStage:

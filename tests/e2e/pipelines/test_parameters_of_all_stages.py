@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.harness.comparison import different_numbers
@@ -99,6 +100,7 @@ def numbers_one_by_one(model: Any) -> list[float]:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         numbers.extend([sum(g.norm().item() ** 2 for g in gradients), max(g.abs().max().item() for g in gradients)])
         numbers.append(torch.stack(torch._foreach_norm(gradients, float("inf"))).max().item())
+        numbers.extend([(g * g).sum(0).max().item() + g.sum().item() + g.mean(0).sum().item() for g in gradients])
         numbers.append(float(any((g.abs() > 0.05).any() for g in gradients)))
         numbers.append(torch.nn.utils.clip_grad_norm_(list(model.parameters())[2:], 0.05).item())
 
@@ -252,8 +254,12 @@ def run_scripts(force: str) -> list[str]:
     return wrong
 
 
-def test_scripts_over_all_parameters(ranks: RankPool) -> None:
-    assert ranks.run(run_scripts, "pp=2,dp=1", world=2) == [[]] * 2
+@pytest.mark.parametrize(
+    "force", ["pp=2,dp=1", *(pytest.param(f"pp=2,{each}", marks=pytest.mark.slow) for each in ("dp=2,zero=3", "tp=2"))]
+)
+def test_scripts_over_all_parameters(force: str, ranks: RankPool) -> None:
+    world = 2 if force == "pp=2,dp=1" else 4
+    assert ranks.run(run_scripts, force, world=world, timeout=300.0) == [[]] * world
 
 
 def elements() -> tuple[int, int, int]:
