@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.dtensor import local_of, replace_local
 from ..errors import StateError
 from ..state.model_state import State
+from ..state.stage_tensors import OnAnotherStage
 from .plain_model import PlainModel
 
 _BEFORE = "do it before autopar.parallelize"
@@ -38,9 +39,10 @@ class Assignments:
         self._getters = [(each.get, name) for each in self._entries for name in each]
         self._seen = [value for each in self._entries for value in each.values()]
         self._places = [_join(path, name) for path, each in entries for name in each]
-        for name, parameter in {**state.parameters, **state.unused}.items():
-            parameter.autopar_values = _Values(state, name)  # type: ignore[attr-defined]
-            parameter.autopar_aliases = weakref.WeakValueDictionary()  # type: ignore[attr-defined]
+        own: dict[str, Any] = {**state.every_buffer, **state.parameters, **state.unused}
+        for name, each in own.items():
+            if isinstance(each, DTensor) and not isinstance(each, OnAnotherStage):
+                each.autopar_values, each.autopar_aliases = _Values(state, name, each), weakref.WeakValueDictionary()
         for node in root.modules():
             node.__dict__["assignments"] = self
 
@@ -128,35 +130,34 @@ class Assignments:
 
 
 class _Values:
-    """The target of ``parameter.data = values``: the values go into this rank's shard. What was ``parameter.data`` until then
-    (the backup of averaged weights) keeps its values, in memory of its own."""
+    """The target of ``parameter.data = values``, of a parameter or buffer: the values go into this rank's shard. What was
+    ``parameter.data`` until then (the backup of averaged weights) keeps its values, in memory of its own."""
 
-    def __init__(self, state: State, name: str) -> None:
-        self.state, self.name = weakref.ref(state), name
+    def __init__(self, state: State, name: str, target: DTensor) -> None:
+        self.state, self.name, self.target = weakref.ref(state), name, weakref.ref(target)
+
+    def __deepcopy__(self, _: Any) -> None:
+        """None: a copy of a parameter is no part of the model."""
 
     def fill(self, value: Any) -> None:
-        state = self.state()
-        assert state is not None, "it has the parameter"
-        parameter: Any = state.every_parameter[self.name]
-        if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
+        state, target = self.state(), self.target()
+        assert state is not None and target is not None, "it has the parameter"
+        if tuple(value.shape) != tuple(target.shape) or value.dtype != target.dtype:
             raise StateError(
-                f"{self.name} is {parameter.dtype} {tuple(parameter.shape)}, and its .data was set to {value.dtype} "
+                f"{self.name} is {target.dtype} {tuple(target.shape)}, and its .data was set to {value.dtype} "
                 f"{tuple(value.shape)}: choose shapes and dtypes before autopar.parallelize"
             )
         with torch.no_grad():
-            local = local_of(parameter)
-            if self.name in state.unused:
-                own = value.full_tensor() if isinstance(value, DTensor) else value
-            elif isinstance(value, DTensor):
-                if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
-                    own = local_of(value)
-                else:
-                    own = state.local_part(self.name, value.full_tensor())
+            local = local_of(target)
+            alike = isinstance(value, DTensor) and value.placements == target.placements
+            if alike and value.device_mesh == target.device_mesh:
+                own = local_of(value)
             else:
-                own = state.local_part(self.name, value)
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                own = state.local_part(self.name, full) if self.name in state.parameters else full
             if own.is_set_to(local):  # parameter.data *= 2
                 return
-            for alias in list(parameter.autopar_aliases.values()):
+            for alias in list(target.autopar_aliases.values()):  # type: ignore[attr-defined]
                 if local_of(alias).untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
                     replace_local(alias, local_of(alias).clone())
             local.copy_(own)

@@ -269,7 +269,8 @@ def register_state(root: nn.Module, state: State, plain: PlainModel | None) -> N
     too."""
     unused = {} if plain is None else plain.unused  # buffers among them are registered too
     every: dict[str, torch.Tensor] = {**unused, **state.every_parameter, **state.every_buffer}
-    names = list(state.index.specs) if plain is None else [*plain.parameters, *plain.names.values(), *state.index.specs]
+    named = () if plain is None else (*plain.parameters, *dict(plain.skeleton.named_buffers()), *plain.names.values())
+    names = [*named, *state.index.specs]
     for name in (each for each in dict.fromkeys(names) if each in every):
         (node, leaf), tensor = node_of(root, name), every[name]
         if isinstance(tensor, nn.Parameter):

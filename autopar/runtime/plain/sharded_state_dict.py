@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -34,7 +35,7 @@ class ShardedStateDict(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         warnings.warn(_ONLY_SHARDS, stacklevel=4)
-        return dict, (dict(self),)
+        return OrderedDict, (), None, None, iter(self.items())  # which torch.load reads with weights_only=True
 
     def __copy__(self) -> ShardedStateDict:
         return ShardedStateDict(self, self.why_part)

@@ -62,7 +62,8 @@ def follow_stages() -> ExitStack:
     def put(self: DTensor, value: Any) -> None:
         value = for_holders(self, value)
         if not isinstance(self, OnAnotherStage):
-            data.__set__(self, value)
+            with _Inside():
+                data.__set__(self, value)
 
     hooks = ExitStack()
     hooks.enter_context(shard_operations({op: _followed_by(table.get(op, usual_operation)) for op in all_operations()}))

@@ -112,6 +112,7 @@ def penalties(model: Any) -> list[float]:
     for _ in range(2):
         total = model(**batch()) + 0.01 * sum(p.square().sum() for p in model.parameters())
         total = total + 0.01 * model.words.weight.abs().sum()
+        total = total + 0.01 * (model.blocks[3][0].weight * model.blocks[3][1].weight).square().sum()
         total.backward()
         totals += [total.item(), *(p.grad.norm().item() for p in model.parameters())]
         optimizer.step()
@@ -220,6 +221,15 @@ def buffers(model: Any) -> list[float]:
     found += steps(model, optimizer)
     model.shift = torch.linspace(0.0, 1.0, 8, dtype=torch.float64)
     model.slope = model.slope + model.blocks[0][0].weight.detach()
+    model.slope.data = model.shift.data * 2.0
+    model.shift.data *= 0.5
+    kept = model.slope.detach().clone()
+    kept.data = model.shift.data * 3.0
+    found.append(kept.norm().item())
+    others = copy.deepcopy(list(model.parameters()))
+    for each in others:
+        each.data = each.data * 2.0  # which leaves the model's as they are
+    found += [each.norm().item() for each in others]
     return found + steps(model, optimizer) + [each.norm().item() for each in model.buffers()]
 
 
