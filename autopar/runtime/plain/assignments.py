@@ -42,7 +42,8 @@ class Assignments:
         own: dict[str, Any] = {**state.every_buffer, **state.parameters, **state.unused}
         for name, each in own.items():
             if isinstance(each, DTensor) and not isinstance(each, OnAnotherStage):
-                each.autopar_values, each.autopar_aliases = _Values(state, name, each), weakref.WeakValueDictionary()
+                values = _Values(state, name, each)
+                each.__dict__.update(autopar_values=values, autopar_aliases=weakref.WeakValueDictionary())
         for node in root.modules():
             node.__dict__["assignments"] = self
 
