@@ -29,7 +29,7 @@ def several_ranks() -> bool:
 def shared_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of the axes over all ranks. All ranks must call."""
     names, counts = tuple(sizes), tuple(sizes.values())
-    return _shared((device_type, names, counts), lambda: init_device_mesh(device_type, counts, mesh_dim_names=names))
+    return shared((device_type, names, counts), lambda: init_device_mesh(device_type, counts, mesh_dim_names=names))
 
 
 def shared_group(purpose: str, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
@@ -37,7 +37,7 @@ def shared_group(purpose: str, ranks: Sequence[int] | None = None, backend: str 
     that is no member gets what torch gives it."""
     key = (purpose, None if ranks is None else tuple(ranks), backend)
     members = None if ranks is None else list(ranks)
-    group: dist.ProcessGroup = _shared(key, lambda: dist.new_group(members, backend=backend, group_desc=f"autopar {purpose}"))
+    group: dist.ProcessGroup = shared(key, lambda: dist.new_group(members, backend=backend, group_desc=f"autopar {purpose}"))
     return group
 
 
@@ -45,7 +45,7 @@ def members_group(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these ranks as in `shared_group`, which they alone call for."""
 
     options: dict[str, Any] = {"group_desc": f"autopar {purpose}", "use_local_synchronization": True}
-    group: dist.ProcessGroup = _shared((purpose, tuple(ranks)), lambda: dist.new_group(list(ranks), **options))
+    group: dist.ProcessGroup = shared((purpose, tuple(ranks)), lambda: dist.new_group(list(ranks), **options))
     return group
 
 
@@ -55,9 +55,10 @@ def control_group() -> dist.ProcessGroup:
     return shared_group("control", backend="gloo")
 
 
-def _shared(key: Hashable, make: Callable[[], _Value]) -> _Value:
-    shared = _SHARED.setdefault(dist.group.WORLD, {})
-    if key not in shared:
-        shared[key] = make()
-    value: _Value = shared[key]
+def shared(key: Hashable, make: Callable[[], _Value]) -> _Value:
+    """Return what all models of the default process group have in common, made at the first call for it."""
+    values = _SHARED.setdefault(dist.group.WORLD, {})
+    if key not in values:
+        values[key] = make()
+    value: _Value = values[key]
     return value

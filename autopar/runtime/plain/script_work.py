@@ -12,7 +12,7 @@ from ..comm.agreement import gather
 from ..compat.hooks import around_optimizer_steps
 from ..errors import MismatchProblem
 from ..state.model_state import State
-from ..state.stage_tensors import StageReads
+from ..state.stage_tensors import StageReads, stage_reads
 
 Options = dict[str, float]
 """The numbers among the options of a group by name."""
@@ -28,16 +28,20 @@ class ScriptWork:
         around_optimizer_steps(self, after=ScriptWork._add)
 
     @property
-    def record(self) -> tuple[StageReads, list[list[Options]]]:
+    def record(self) -> tuple[tuple[int, int], list[list[Options]]]:
         """The reads, and the steps."""
-        return (StageReads() if self.state.pipeline is None else self.state.pipeline.reads), self.steps
+        reads = StageReads() if self.state.pipeline is None else stage_reads()
+        return (reads.number, reads.checksum), self.steps
 
     def agree(self, same: bool, describe: Callable[[int], str]) -> None:
-        """Raise a MismatchProblem on all ranks where they have not the `same` record; then begin again."""
-        records: list[tuple[StageReads, list[list[Options]]]] = [] if same else gather(self.record)
+        """Raise a MismatchProblem on all ranks where they have not the `same` record; begin again."""
+        own = self.record
+        if self.state.pipeline is not None:
+            stage_reads().clear()
+        records: list[tuple[tuple[int, int], list[list[Options]]]] = [] if same else gather(own)
         reads, every = [each for each, _ in records], [each for _, each in records]
         if odd := next((rank for rank, each in enumerate(reads) if each != reads[0]), 0):
-            one, other = reads[0].number, reads[odd].number
+            one, other = reads[0][0], reads[odd][0]
             raise MismatchProblem(
                 f"{describe(0)} has made {one} reads of values of the pipeline's stages since the last call, {describe(odd)} "
                 f"{other if one != other else 'others'}, and a rank may have had one value for another: read the same values on "
@@ -59,8 +63,6 @@ class ScriptWork:
                 f"{second.get(name)}: give it the same value on all ranks (ReduceLROnPlateau: step by a loss that all ranks have)"
             )
         self.steps = []
-        if self.state.pipeline is not None:
-            self.state.pipeline.reads = StageReads()
 
     def _add(self, optimizer: Optimizer, *_: object) -> None:
         ids = {id(parameter) for parameter in self.state.every_parameter.values()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,21 +21,33 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.heartbeat import Heartbeat, watched
 from ..compat.dtensor import gathered, over_local, with_local
+from ..device.groups import shared
 from ..device.mesh import MeshHandle
 
 _PIPELINES: weakref.WeakValueDictionary[int, PipelineStages] = weakref.WeakValueDictionary()
 """By id, in the order in which all ranks make them."""
 
 
-class StageReads(NamedTuple):
-    """The reads of values of a pipeline's stages since the last call of its model: their number, and a checksum of them."""
+@dataclass
+class StageReads:
+    """The reads of values of stages since a model was made or called: their number, and a checksum of them. Models have one
+    record, since a tensor from a file is of none of them."""
 
     number: int = 0
     checksum: int = 0
 
-    def to(self, words: str) -> StageReads:
-        """Return the reads with one more."""
-        return StageReads(self.number + 1, zlib.crc32(words.encode(), self.checksum))
+    def add(self, words: str) -> None:
+        """Add a read."""
+        self.number, self.checksum = self.number + 1, zlib.crc32(words.encode(), self.checksum)
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.number = self.checksum = 0
+
+
+def stage_reads() -> StageReads:
+    """The reads of this process."""
+    return shared("reads of values of stages", StageReads)
 
 
 class PipelineStages:
@@ -43,8 +56,9 @@ class PipelineStages:
     def __init__(self, mesh: MeshHandle) -> None:
         self.mesh = mesh
         self.heartbeat: Heartbeat | None = None
-        self.reads = StageReads()
         _PIPELINES[id(self)] = self
+        if dist.is_initialized():
+            stage_reads().clear()
 
     def __deepcopy__(self, _: Any) -> PipelineStages:
         """Itself: a copy of a parameter is on the same stages."""
@@ -56,7 +70,7 @@ class PipelineStages:
         """Return what that stage computes. All ranks call it in one order: values of one size would be taken for each other.
         `awaited`: the script waits for the values, on a GPU too, which it does here, where its heartbeat knows."""
         words = f"a read of {size} {str(dtype).removeprefix('torch.')} value{'s' * (size != 1)} of stage {stage}"
-        self.reads = self.reads.to(words)
+        stage_reads().add(words)
         with watched(self.heartbeat, words):
             here = self.mesh.pp.coordinate == stage
             value = compute() if here else torch.empty(size, dtype=dtype, device=self.mesh.device)
@@ -72,6 +86,9 @@ class Holders(NamedTuple):
 
     pipeline: PipelineStages
     stages: frozenset[int]
+
+    def __deepcopy__(self, _: Any) -> Holders:
+        return self
 
     def __reduce__(self) -> Any:
         """The stages alone, in what ``torch.load(weights_only=True)`` reads: the pipeline is that of the process which loads."""

@@ -41,10 +41,10 @@ def draw_random_numbers(plan: str) -> None:
     model = net("dropout")
     torch.manual_seed(3 + dist.get_rank())
     random.seed(3)
-    before = (torch.get_rng_state(), random.getstate())
+    before = (torch.default_generator.get_state(), random.getstate())
     parallel = parallel_of(model, plan)
     one_step(parallel)
-    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert torch.equal(torch.default_generator.get_state(), before[0]) and random.getstate() == before[1]
 
 
 def module_of_ddp(plan: str) -> str:
