@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import PlanError
 from autopar.ir.graph import Node, Value, with_operands
 from autopar.ir.mesh import DATA_AXIS, Mesh
-from autopar.ir.placement import Partial, Placements, Shard, format_placements, local_parts
+from autopar.ir.placement import Partial, Placements, Replicate, Shard, format_placements, local_parts
 from autopar.passes.base import BlockState, Context, convert_node, fresh_name, only_gradient_changes
 from autopar.rules.conversions import axis_conversion, changed_axis
 
@@ -79,7 +79,7 @@ class _ConversionInserter:
 
     def _convert(self, root: str, before: Value, source: Placements, target: Placements, like: Node | None) -> Value:
         axis = changed_axis(source, target)
-        adds = isinstance(target[axis], Partial) and not isinstance(source[axis], Shard)
+        adds = source[axis] == Replicate() and target[axis] == Partial()
         shares = self.micro_batches if adds and self.mesh.names[axis] == DATA_AXIS else 1
         if self.mesh.sizes[axis] == shares == 1:
             return before

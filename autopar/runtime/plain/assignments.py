@@ -85,7 +85,7 @@ class Assignments:
         return (self.state.tied if self.plain is None else self.plain.names).get(where, where)
 
     def _fill(self, where: str, value: Any) -> None:
-        """The values of a buffer."""
+        """Write the values of a buffer."""
         every = {**self.state.every_buffer, **(self.plain.unused if self.plain is not None else {})}
         buffer = every[where if where in every else self._first_name(where)]
         if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
@@ -138,7 +138,7 @@ class _Values:
         self.state, self.name, self.target = weakref.ref(state), name, weakref.ref(target)
 
     def __deepcopy__(self, _: Any) -> None:
-        """None: a copy of a parameter is no part of the model."""
+        """Return None: a copy of a parameter is no part of the model."""
 
     def fill(self, value: Any) -> None:
         state, target = self.state(), self.target()
