@@ -144,7 +144,7 @@ class CallsWriter:
             self.forward_lines.append(self._line(call, f"self.{attributes[0]}", {}))
             return
         carried = self._enter_loop(loop)
-        singular = [attribute.removesuffix("s") if attribute.endswith("s") else "block" for attribute in attributes]
+        singular = [identifier(name.removesuffix("s") if name[1:].endswith("s") else "block") for name in attributes]
         blocks = [fresh_name(name, self.variables) for name in singular]
         lists = [f"self.{attribute}" for attribute in attributes]
         over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"

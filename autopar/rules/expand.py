@@ -253,7 +253,10 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule, frozen: bool) ->
         if group == "first" and not isinstance(node.args[0], Ref):
             continue  # a number divided by a sum
         chosen = {"all": tuple(range(len(operands))), "first": (0,)}[group] if isinstance(group, str) else group
-        if not all(index < len(operands) and _is_sum(operands[index], frozen) for index in chosen):
+        if not all(index < len(operands) for index in chosen):
+            continue
+        sums = [_is_sum(operands[index], frozen) for index in chosen]
+        if not any(sums) or not all(each or _is_number(operands[index]) for each, index in zip(sums, chosen, strict=True)):
             continue
         places = tuple(Partial() if index in chosen else Replicate() for index in range(len(operands)))
         yield AxisStrategy(places, (Partial(),) * len(node.outputs), PASS)
@@ -263,6 +266,11 @@ def _is_sum(value: Value, frozen: bool) -> bool:
     """Return whether ranks may hold summands of a value: the floating-point ones where nothing has a gradient, else those that
     have."""
     return value.differentiable or (frozen and value.dtype in _WIDTH)
+
+
+def _is_number(value: Value) -> bool:
+    """Return whether a value is a floating-point number, of which ranks add shares to a sum."""
+    return not value.shape and value.dtype in _WIDTH
 
 
 def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) -> bool:

@@ -43,6 +43,15 @@ def test_one_class_per_block_and_a_loop_over_layers() -> None:
     assert '"wte.weight": "transformer.wte.weight"' in text
 
 
+@pytest.mark.parametrize(("attribute", "variable"), [("s", "block"), ("ins", "in_"), ("cells", "cell")])
+def test_a_layer_of_the_loop_has_the_name_of_its_list(attribute: str, variable: str) -> None:
+    graph = gpt2_graph(3, 16, 4, 32, 8, 8)
+    calls = tuple(replace(call, prefix=call.prefix.replace(".h.", f".{attribute}.")) for call in graph.calls)
+    text = program_text(replace(graph, calls=calls), drawn_candidate(graph, mesh_of(dp=2, tp=2), 0, zero=3, wild=0.0))
+    assert f"        for {variable} in self.{attribute}:\n            h = {variable}(h)\n" in text
+    compile(text, "program", "exec")
+
+
 def test_alternating_layers_are_one_loop() -> None:
     text = text_of("mixed")
     assert (

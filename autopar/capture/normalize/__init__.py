@@ -10,7 +10,7 @@ from autopar.capture.flat import FlatGraph, drop_dead
 from autopar.capture.normalize.attention import grouped_heads, mask_recovery
 from autopar.capture.normalize.linear import linears
 from autopar.capture.normalize.lookups import bags, dense_gradients, mask_assignments, whole_indices
-from autopar.capture.normalize.losses import cross_entropy, full_means, mean_losses, token_log_probs
+from autopar.capture.normalize.losses import constant_terms, cross_entropy, full_means, mean_losses, token_log_probs
 from autopar.capture.normalize.mathematics import complex_writes, real_products, written_out
 from autopar.capture.normalize.random import random_numbers
 from autopar.capture.normalize.simplify import (
@@ -59,6 +59,7 @@ REWRITES = (
     linears,
     mean_losses,
     full_means,
+    constant_terms,
     unflatten,
     reshapes,
     no_ops,

@@ -8,7 +8,7 @@ import sympy
 
 from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite, size_args
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
-from autopar.ir.graph import Arg, Node, Ref, Value, size_argument
+from autopar.ir.graph import Arg, DType, Node, Ref, Value, size_argument
 from autopar.operations.losses import TOKEN_LOG_PROBS
 
 _MEAN, _SUM = 1, 2
@@ -135,6 +135,23 @@ def mean_losses(node: Node, graph: Lookup) -> Rewritten | None:
     kwargs = tuple((name, arg) for name, arg in named.items() if name != "reduction")
     summed = replace(node, args=(*before, _SUM, *node.args[at + 1 :]), kwargs=kwargs)
     return _averaged(node, summed, list(graph.values[node.operands()[0]].shape))
+
+
+@node_rewrite
+def constant_terms(node: Node, graph: Lookup) -> Rewritten | None:
+    """``loss + 1`` and ``1 - loss`` of one element become sums of two values: of a number itself no rank, and no micro-batch, can
+    add a share."""
+    sign = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": 1, "aten.sub.Scalar": 1, "aten.rsub.Scalar": -1}
+    result = node.outputs[0]
+    if node.op not in sign or result.shape or not result.differentiable or len(node.args) != 2 or node.kwargs:
+        return None
+    x, number = node.args
+    if not isinstance(x, Ref) or not isinstance(number, int | float):
+        return None
+    term = node_like(node, "aten.full", ((), number), f"{result.name}_constant", (), flows=False)
+    term = replace(term, kwargs=(("dtype", DType(result.dtype)),))
+    op = "aten.sub.Tensor" if sign[node.op] < 0 else node.op.replace("Scalar", "Tensor")
+    return (term, replace(node, op=op, args=(x, Ref(term.name))[:: sign[node.op]])), {}
 
 
 @node_rewrite

@@ -1,4 +1,5 @@
-"""Losses with terms and factors of weights alone, in micro-batches: learned weights of tasks, penalties in a forward."""
+"""Losses with terms and factors of weights alone, in micro-batches: learned weights of tasks, penalties in a forward; and with
+numbers: one minus a similarity."""
 
 from __future__ import annotations
 
@@ -61,6 +62,10 @@ def penalty_of_layers(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -
     return one + 0.1 * penalty * two.detach().new_ones(()) + model.log.norm()
 
 
+def numbers(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return (1 - two) * 2 + (one - 0.25) + 3
+
+
 def logarithm(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
     return torch.log(one) + model.log.sum()
 
@@ -84,7 +89,7 @@ def train(loss: Loss, force: str) -> int:
 
 
 @pytest.mark.parametrize("force", ["pp=2,dp=1", "pp=2,dp=2,micro=2", "dp=2,micro=1,zero=3", "tp=2,dp=1,micro=2"])
-@pytest.mark.parametrize("loss", [learned_weights, deviations, penalty_in_forward, penalty_of_layers])
+@pytest.mark.parametrize("loss", [learned_weights, deviations, penalty_in_forward, penalty_of_layers, numbers])
 def test_equals_one_process(ranks: RankPool, loss: Loss, force: str) -> None:
     assert min(ranks.run(train, loss, force, world=4 if "pp=2,dp=2" in force else 2)) > 1
 
