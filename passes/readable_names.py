@@ -36,7 +36,7 @@ TRAILING_NUMBER = re.compile(r"(_\d+)+$")
 
 def identifier(text: str) -> str:
     """Return `text` as a Python identifier that shadows neither a keyword, a builtin nor an import of the program."""
-    name = re.sub(r"\W", "_", text).strip("_") or "value"
+    name = re.sub(r"\W", "_", text, flags=re.ASCII).strip("_") or "value"
     name = CLEARER.get(name, name)
     return f"x{name}" if name[0].isdigit() else f"{name}_" if name in RESERVED else name
 

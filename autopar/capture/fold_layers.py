@@ -26,7 +26,7 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     """The graph of `flat` with equal layers folded."""
     layers = layer_lists(model) | called_repeatedly(model, flat.nodes)
     flat = replace(flat, nodes=with_late_inputs(flat, layers))
-    blocks: dict[str, Block] = {}
+    blocks: dict[tuple[str, bool], Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
     graph_names = {value.name: value.name for value in flat.inputs}
@@ -35,7 +35,7 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     given = set(graph_names.values())
     for index, span in enumerate(spans):
         shaped, prefix = shapes.of(span), without_marks(span.path)
-        key = shaped.fingerprint
+        key = shaped.fingerprint, flat.loss in shaped.outputs  # whole on every rank, unlike a sum that goes on to another call
         if key not in blocks:
             stem = shapes.class_of(prefix) if prefix else glue_name(index, len(spans))
             taken = names_taken.get(stem, 0)

@@ -15,13 +15,13 @@ DTYPES = frozenset(
 )
 LONGEST = 500
 
-NAME = r"[A-Za-z0-9_]+"
+NAME = r"\w+"
 OP = r"[A-Za-z_][A-Za-z0-9_]*(?:(?:::|\.)[A-Za-z0-9_]+)+"
 LINE = r"[^\x00-\x1f\x7f\u0085\u2028\u2029]*"
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z", max_length=LONGEST)]
 """The name of a value, block, node, argument or mesh axis; those of nn.Sequential may begin with a digit: "0_bias"."""
-Path = Annotated[str, Meta(pattern=rf"\A(?:{NAME}(?:\.{NAME})*)?\Z", max_length=LONGEST)]
+Path = Annotated[str, Meta(pattern=rf"\A{LINE}\Z", max_length=LONGEST)]
 """The path of a module, parameter or buffer; the model's own is empty."""
 Op = Annotated[str, Meta(pattern=rf"\A{OP}\Z", max_length=LONGEST)]
 Function = Annotated[str, Meta(pattern=rf"\A(?:{OP})?\Z", max_length=LONGEST)]

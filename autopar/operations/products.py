@@ -93,6 +93,7 @@ OPERATIONS = (
     Operation("aten.baddbmm", addmm_rule, flops=_SUM_FLOPS, product=True, left=1, batched=True, spelling=function("torch")),
     Operation("aten.mv", "m k+, k+ -> m"),
     Operation("aten.dot", "k+, k+ -> ()"),
+    Operation("aten.vdot", "k+, k+ -> ()"),
     Operation("aten.outer", spelling=function("torch")),
     Operation(EINSUM, einsum_rule),
     *several(Operation("aten", "... m d!, ... n d! -> ... m n"), "cdist _cdist_forward _euclidean_dist"),

@@ -269,8 +269,8 @@ def _is_sum(value: Value, frozen: bool) -> bool:
 
 
 def _is_number(value: Value) -> bool:
-    """Return whether a value is a floating-point number, of which ranks add shares to a sum."""
-    return not value.shape and value.dtype in _WIDTH
+    """Return whether a value is one floating-point number, of which ranks add shares to a sum."""
+    return all(size == 1 for size in value.shape) and value.dtype in _WIDTH
 
 
 def _whole_factors(chosen: Sequence[AxisStrategy], axis_sizes: Sequence[int]) -> bool:

@@ -54,7 +54,10 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     PlanMismatch where no plan of the graph has the mesh, the stages and the stored placements of `plan`.
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
-        raise PlanMismatch(f'{reason}, which a pipeline cannot have: plan with force="pp=1"')
+        raise PlanMismatch(
+            f'{reason}, which a pipeline cannot have: call it under torch.no_grad() where nothing trains by it, or plan with '
+            'force="pp=1"'
+        )
     problems: list[str] = []
     same = None if placed else in_structure_of(split_like(graph, plan.graph), plan.graph)
     most = plan.candidate.mesh.size_of(DATA_AXIS)

@@ -273,7 +273,7 @@ ROWS: Rows = {
     "ap.linear_kn": product("kn"),
     "ap.linear_float8_dynamic": linear_float8,
     "bitsandbytes.dequantize_4bit": dequantize_4bit,
-    **aten("mm bmm matmul mv dot", matmul),
+    **aten("mm bmm matmul mv dot vdot", matmul),
     **aten("addmm baddbmm", addmm),
     "aten.einsum": einsum,
     **aten("cdist _cdist_forward _euclidean_dist", distances),

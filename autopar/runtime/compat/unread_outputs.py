@@ -82,6 +82,11 @@ class _Outputs(torch.autograd.Function):
         return None, None, *grads
 
 
+def is_of_compiled_code(x: Tensor) -> bool:
+    """Return whether compiled code made a tensor: the backward of that runs once."""
+    return x.grad_fn is not None and x.grad_fn.name() in ("CompiledFunctionBackward", f"{_Outputs.__name__}Backward")
+
+
 def _outputs_by_input(graph: fx.GraphModule) -> list[frozenset[int]]:
     """Return, for each input of a graph of torch.compile, the places of the outputs whose gradients come to it; of an input that
     is written into, none."""

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..compat.autograd import apply
+from ..compat.unread_outputs import is_of_compiled_code
 from .functions import linear_kn
 
 Plain = Callable[..., torch.Tensor]
-COMPILED = "CompiledFunctionBackward"
 
 
 class _PendingWeightGrad(NamedTuple):
@@ -90,7 +90,7 @@ class SplitBackward:
         if queue is None or queue.micro_batch is None or not weight.requires_grad or not torch.is_grad_enabled():
             return plain(x, weight, bias)
         both = [each for each in (weight, bias) if each is not None]
-        if any(each.grad_fn is not None and each.grad_fn.name() == COMPILED for each in both):
+        if any(map(is_of_compiled_code, both)):
             self._warn_unsplit(queue)
             return plain(x, weight, bias)
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in both]

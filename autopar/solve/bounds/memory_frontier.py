@@ -17,6 +17,7 @@ from autopar.ir.placement import Placements, Replicate
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.rules.loss_chunks import as_plain
 from autopar.solve.bounds.frontier import ROUNDING, Frontier
+from autopar.solve.fixed.recomputation import with_all_recomputed
 from autopar.solve.ilp.decode import decode
 from autopar.solve.ilp.formulate import add_redundancy_limits, formulate_flows
 from autopar.solve.ilp.formulation import Expression, Formulation
@@ -71,7 +72,8 @@ def with_less_memory(fastest: MemoryFrontier) -> MemoryFrontier:
             options.append(plans)
     repeated = {name for name in saving_all if problem.graph.count(name) > 1}
     others = {name: plan for name, plan in options[-1].items() if name not in repeated}
-    recomputing_all = {**{name: replace(saving_all[name], recompute=True) for name in repeated}, **others}
+    blocks = {name: problem.blocks[name].block for name in repeated}
+    recomputing_all = {**{name: with_all_recomputed(blocks[name], saving_all[name]) for name in repeated}, **others}
     if recomputing_all not in options:
         options.append(recomputing_all)
     return replace(fastest, options=tuple(_under_any_schedule(problem, each) for each in options))

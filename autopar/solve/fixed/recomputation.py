@@ -18,6 +18,21 @@ def with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration,
     plan = _with_recomputation(block, plan, fixed, repeated)
     if not (plan.recompute_nodes or plan.recompute_conversions):
         return plan  # the same object: its trace is known (`evaluate`)
+    return _without_updated_buffers(block, plan)
+
+
+def with_all_recomputed(block: Block, plan: BlockPlan) -> BlockPlan:
+    """Return the plan that recomputes a block, but for what reads buffers that the forward has updated."""
+    if not overwritten_values(block):
+        return replace(plan, recompute=True)
+    return _without_updated_buffers(block, _with_every_node(block, plan))
+
+
+def _with_every_node(block: Block, plan: BlockPlan) -> BlockPlan:
+    return replace(plan, recompute_nodes=tuple(node.name for node in block.nodes), recompute_conversions=plan.conversions)
+
+
+def _without_updated_buffers(block: Block, plan: BlockPlan) -> BlockPlan:
     recomputable, overwritten = recomputable_nodes(block), overwritten_values(block)
     return replace(
         plan,
@@ -30,9 +45,9 @@ def _with_recomputation(block: Block, plan: BlockPlan, fixed: FixedConfiguration
     if fixed.recompute == "none" or plan.block not in repeated:
         return plan
     if fixed.recompute == "full":
-        return replace(plan, recompute=True)
+        return with_all_recomputed(block, plan)
     if fixed.recompute == "everything":
-        return replace(plan, recompute_nodes=tuple(node.name for node in block.nodes), recompute_conversions=plan.conversions)
+        return _with_every_node(block, plan)
     if fixed.recompute == "products":
         return _all_but(block, plan, _half_of_products(block))
     if fixed.recompute == "modules":

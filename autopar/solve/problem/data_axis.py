@@ -71,8 +71,17 @@ class AxisStrategies:
 
 def propagate_data_axis(graph: Graph, size: int, strategies: AxisStrategies) -> DataAxisPlacements:
     """Propagate placements by walking the calls once. A distinct block is decided at its first call; its other calls agree
-    through their boundary classes."""
-    classes: dict[int, Placement] = {}
+    through their boundary classes. Where a number is carried on and summands are added to it (a loss of each layer), it is a sum
+    from its first value on: the walk begins anew."""
+    sums: set[int] = set()
+    while (found := _propagated(graph, size, strategies, sums)) is None:
+        pass
+    return found
+
+
+def _propagated(graph: Graph, size: int, strategies: AxisStrategies, sums: set[int]) -> DataAxisPlacements | None:
+    """Return the placements with these boundary classes as sums; None where one is added to them."""
+    classes: dict[int, Placement] = dict.fromkeys(sums, Partial())
     boundary = strategies.boundary
     loss = boundary.class_of(graph.loss)
     assert loss is not None
@@ -97,7 +106,10 @@ def propagate_data_axis(graph: Graph, size: int, strategies: AxisStrategies) -> 
         for node in block.nodes:
             chosen[block.name, node.name] = walk.choose(node, options[node.name])
         for index, name in enumerate(block.outputs):
-            classes.setdefault(boundary.classes[Slot(block.name, "out", index)], walk.produced[name])
+            number, produced = boundary.classes[Slot(block.name, "out", index)], walk.produced[name]
+            if classes.setdefault(number, produced) == Replicate() and produced == Partial() and not walk.values[name].shape:
+                sums.add(number)
+                return None
     return DataAxisPlacements(chosen, classes)
 
 

@@ -97,3 +97,42 @@ def test_equals_one_process(ranks: RankPool, loss: Loss, force: str) -> None:
 def test_functions_of_the_loss_take_one_micro_batch() -> None:
     plan = lambda: autopar.plan(Tasks(logarithm).double(), "local:2", (X, Y), force="pp=2,dp=1,micro=2")  # noqa: E731
     assert "aten.log" in refusal(plan)
+
+
+class Supervised(nn.Module):
+    """A loss of each head, which ignores labels of its own; `carried`: each is added to a number that went through the layers."""
+
+    def __init__(self, carried: bool) -> None:
+        super().__init__()
+        self.layers, self.carried = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), carried
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 4), nn.Tanh()), nn.Linear(6, 4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.new_zeros(()) if self.carried else 0
+        for layer in self.layers:
+            x = layer(x)
+            total = total + 0.1 * x.square().mean() if self.carried else total
+        for at, head in enumerate(self.heads):
+            total = total + F.cross_entropy(head(x), y[:, at], ignore_index=3)
+        return total
+
+
+def train_supervised(carried: bool, force: str) -> int:
+    torch.manual_seed(0)
+    plain = Supervised(carried).double()
+    y = torch.tensor([[0, 3, 3], [1, 3, 2], [2, 1, 3], [0, 3, 3], [3, 3, 3], [1, 3, 0], [2, 3, 3], [0, 3, 3]])
+    parallel: Any = autopar.parallelize(copy.deepcopy(plain), "local:2", (X, y), force=force, cache=False, proof=True)
+    for labels in (y, y.flip(0, 1)):
+        found, expected = parallel(X, labels), plain(X, labels)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        found.backward()
+        expected.backward()
+        same_gradients(parallel, plain)
+    count: int = parallel.program.micro_batches
+    return count
+
+
+@pytest.mark.parametrize("force", ["pp=2,dp=1", "dp=2,micro=1"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_each_head_has_its_own_number_of_labels(ranks: RankPool, carried: bool, force: str) -> None:
+    assert min(ranks.run(train_supervised, carried, force, world=2)) > 1

@@ -182,6 +182,7 @@ def _products() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "aten.baddbmm", (t(1, 8), t(4, 8, 12), t(4, 12, 8)), {}
     yield "aten.mv", (t(8, 12), t(12)), {}
     yield "aten.dot", (t(12), t(12)), {}
+    yield "aten.vdot", (t(12), t(12)), {}
     for a, b in (((12,), (12,)), ((12,), (12, 8)), ((8, 12), (12,)), ((4, 8, 12), (12, 8)), ((4, 2, 8, 12), (2, 12, 8))):
         yield "aten.matmul", (t(*a), t(*b)), {}
     yield "aten.matmul", (t(4, 1, 8, 12), t(1, 4, 12, 8)), {}
