@@ -69,7 +69,8 @@ def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchT
         nodes=tuple(node for node in plan.nodes if node.node in remaining_nodes),
         recompute_nodes=tuple(node for node in plan.recompute_nodes if node in remaining_nodes),
     )
-    used_names = {value.name for value in graph.inputs} | {value for call in (*graph.calls, *split.calls) for value in call.outputs}
+    calls = (*graph.calls, *split.calls)
+    used_names = {value.name for value in graph.inputs} | {value for call in calls for value in call.outputs}
     call = next(each for each in graph.calls if each.block == name)
     names = tuple(fresh_name(total.value, used_names) for total in block_totals)
     first = extracted.call(call, names)

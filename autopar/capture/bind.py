@@ -97,7 +97,7 @@ def bind_inputs(
     except TypeError as error:
         given_as = f"dict({next(iter(signature.parameters), TARGET)}=..., {TARGET}=...)"
         remedy = "" if loss_fn is None else f"; loss_fn takes the model's result and what the batch has as {TARGET}: {given_as}"
-        raise CaptureError(f"the example inputs do not fit {name}.forward{signature}: {error}{remedy}") from None
+        raise CaptureError(f"the inputs do not fit {name}.forward{signature}: {error}{remedy}") from None
     given: dict[str, Any] = {}
     for argument, value in bound.arguments.items():
         kind = signature.parameters[argument].kind

@@ -113,6 +113,19 @@ def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) ->
 def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[str], last: bool) -> list[BatchTotal]:
     values = block.values()
     call = next(call for call in graph.calls if call.block == block.name)
+    if block.updates:
+        written, value = block.updates[0]
+        maker = next((node for node in block.nodes if any(each.name == value for each in node.outputs)), None)
+        read = {operand for node in ancestors(block.nodes, {value}) for operand in node.operands()}
+        if not any(has_batch(dim) for name in read for dim in values[name].shape):  # spectral norm: no statistics of the batch
+            raise PlanError(
+                f"{block.name} updates the buffer {written} once a forward, which would be once a micro-batch "
+                f"({_place(maker) or 'the model'}; a training loop can count instead): it takes one micro-batch"
+            )
+        raise PlanError(
+            f"{block.name} writes statistics of the whole batch into {written} ({_place(maker) or 'batch norm'}; nn.GroupNorm, "
+            "or batch norm in eval mode, needs none): it takes one micro-batch"
+        )
     found: dict[str, BatchTotal] = {}
     for name, need, node in at.uses(block):
         have = at.produced[name]
@@ -131,19 +144,6 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         makers = {value.name: node for node in block.nodes for value in node.outputs}
         several = ", ".join(_named(name, makers.get(name)) for name in found)
         raise PlanError(f"{block.name} needs {several} of the whole batch: it takes one micro-batch")
-    if block.updates:
-        written, value = block.updates[0]
-        maker = next((node for node in block.nodes if any(each.name == value for each in node.outputs)), None)
-        read = {operand for node in ancestors(block.nodes, {value}) for operand in node.operands()}
-        if not any(has_batch(dim) for name in read for dim in values[name].shape):  # spectral norm: no statistics of the batch
-            raise PlanError(
-                f"{block.name} updates the buffer {written} once a forward, which would be once a micro-batch "
-                f"({_place(maker) or 'the model'}; a training loop can count instead): it takes one micro-batch"
-            )
-        raise PlanError(
-            f"{block.name} writes statistics of the whole batch into {written} ({_place(maker) or 'batch norm'}; nn.GroupNorm, "
-            "or batch norm in eval mode, needs none): it takes one micro-batch"
-        )
     return list(found.values())
 
 

@@ -130,17 +130,21 @@ class Calls:
         taking = {path: output for path, output in outputs.items() if program.output_kinds.get(path) == "gradient"}
         for path, output in {"": loss, **taking}.items():
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                mark_result(output, self.state)
-                if self.heartbeat is not None:
-                    self.heartbeat.watch_backward(output)
-                if not self.first.overlaps_steps:
-                    watch_weights(output, self.state)
+                self._watch_result(output)
                 if self.compared_calls.is_regular():  # the next call compares
                     record_gradient(output, path, self.gradients)
         if variant.form is None:
             return plain_result(program, loss, outputs)
         lacks = self.variants.lacks if self.variants is not None else Lacks()
         return build_result(variant.form, loss, outputs, lacks=lacks, examples=self.examples)
+
+    def _watch_result(self, output: torch.Tensor) -> None:
+        """Know a result by its backward, and watch that."""
+        mark_result(output, self.state)
+        if self.heartbeat is not None:
+            self.heartbeat.watch_backward(output)
+        if not self.first.overlaps_steps:
+            watch_weights(output, self.state)
 
     def _equals(self, name: str, value: torch.Tensor) -> bool:
         """Return whether this rank's part of a tensor of the model has this value."""
@@ -240,7 +244,9 @@ class Calls:
         if not isinstance(self.first.step, PipeDreamStep):
             raise RuntimeProblem("every batch of this plan ends with its own step: flush() is for two versions of weights")
         with self.watch("flush"):
-            return self.first.step.flush()
+            loss = with_plain_gradient(self.first.step.flush())
+        self._watch_result(loss)
+        return loss
 
     def check_steps_ended(self, action: str) -> None:
         """Raise a RuntimeProblem while a batch is not ended, whose gradients and weights no checkpoint has."""

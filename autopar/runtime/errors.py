@@ -87,6 +87,10 @@ class StateError(RuntimeProblem):
     """State that does not fit the program, or parameters that are requested before they exist."""
 
 
+class StateMismatch(StateError, RuntimeError):
+    """A state dict that does not fit the model: torch raises RuntimeError there, which scripts catch."""
+
+
 class AttributeProblem(RuntimeProblem, AttributeError):
     """An attribute that a parallel model has not, or whose value it does not have; `hasattr` says so too."""
 

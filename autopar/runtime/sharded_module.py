@@ -20,13 +20,13 @@ from .checkpoint.saving import PendingSave
 from .comm.agreement import gather
 from .comm.heartbeat import Heartbeat
 from .compat.dtensor import local_of, replicated
-from .errors import StateError
+from .errors import StateError, StateMismatch
 from .experts.placement import ExpertPlacement
 from .module import Program
 from .plain.assignments import Assignments
 from .plain.module_tree import TreeNode
 from .plain.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from .plain.plain_loading import EXTRA, converts_states, extra_state, extra_states, load_into_part
+from .plain.plain_loading import EXTRA, converts_states, extra_state, extra_states, load_into_part, remedy_for
 from .plain.plain_model import PlainModel
 from .plain.sharded_state_dict import ShardedStateDict
 from .pretrained.adapters import holds_adapters, is_adapted, read_adapters, save_adapters
@@ -112,9 +112,8 @@ class ShardedModule(TreeNode):
         missing, unexpected = self.plain.unfit_keys(named, prefix)
         if strict and (missing or unexpected):
             odd = ([f"misses {_first_of(missing)}"] if missing else []) + ([f"has {_first_of(unexpected)}"] if unexpected else [])
-            raise StateError(
-                f"the state dict {' and '.join(odd)}{', which the model has not' if unexpected else ''}: pass that of the plain "
-                "model, or of parallel.full_state()"
+            raise StateMismatch(
+                f"the state dict {' and '.join(odd)}{', which the model has not' if unexpected else ''}: {remedy_for(unexpected)}"
             )
         self._load_full(named, "load_state_dict", part=not strict or bool(prefix))
         return _IncompatibleKeys(*([key.removeprefix(prefix) for key in keys] for keys in (missing, unexpected)))

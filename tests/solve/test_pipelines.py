@@ -160,6 +160,7 @@ def test_forced_degrees_hold(force: dict[str, int]) -> None:
     [
         ({"pp": 16, "virtual": 4}, "", "blocks, pp=16 with 4 chunks a stage needs 64: take fewer stages"),
         ({"pp": 3}, "", "pp=3 does not divide the 16 devices"),
+        ({"pp": 4, "tp": 8}, "", "pp=4 x tp=8 does not divide the 16 devices"),
         ({"pp": 2, "micro": 3}, "", "micro=3 cannot be"),
         ({"pp": 2, "virtual": 3}, "zbv", "2 chunks a stage, not 3"),
         ({"pp": 8, "dp": 2, "micro": 1, "virtual": 1}, "dualpipev", "2 chunks a stage"),

@@ -60,7 +60,7 @@ def explain(error: Exception, model: nn.Module, derivatives: Sequence[str] = ())
         asks = "while captured; otherwise not, if it asks torch.compiler.is_compiling()"
         return CaptureError(f"{where}: the forward raises {said} ({asks}): mend the model or its inputs")
     what = f"`{code[:80]}`" if code else "an operation of the model"
-    if type(error) is RuntimeError and not re.search(INTERNAL, first):
+    if (type(error) is RuntimeError and not re.search(INTERNAL, first)) or "must be Tensor, not" in first:
         return CaptureError(f"{where}: {what} fails: {first[:200]}; mend the model or its example inputs")
     return CaptureError(f"{where}: {what} cannot be captured: write it with other operations of torch{WHOLE}")
 

@@ -152,11 +152,12 @@ class Heartbeat(PeerWatch):
             self._await_culprit()
             self._raise_problem(error)
             return
+        message = self._own_failure(error)
         with self.lock:  # where all ranks fail alike and go on, this is no failure of another rank
-            self.failures.add(self.entries)
+            self.failures[self.entries] = message
             if self.problem_entry in self.failures:
                 self.problem = self.problem_entry = None
-        self._report(f"failure/{self.entries}", self._own_failure(error))
+        self._report(f"failure/{self.entries}", message)
 
     def _own_failure(self, error: BaseException) -> str:
         """The failure in words. They stay with the error, which may leave the section before it ends the process."""

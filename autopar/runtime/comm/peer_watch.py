@@ -163,8 +163,8 @@ class PeerWatch:
         self.doing: Callable[[], str] | None = None
         """The work of the main thread in a watched section; None between them."""
         self.entered = 0.0
-        self.failures: set[int] = set()
-        """The sections in which this rank failed, and went on."""
+        self.failures: dict[int, str] = {}
+        """The sections in which this rank failed, and went on, with the failure in words."""
         self.problem: str | None = None
         self.problem_entry: int | None = None
         """The section in which another rank failed and may go on; None where its process ends."""
@@ -255,7 +255,7 @@ class PeerWatch:
             if last is None or last.beat.number != beat.number:
                 self.seen[rank] = last = Seen(beat, now, now) if last is None else last.next(beat, now)
             if message := self._why_lost(rank, last, now):
-                self._set_problem(self._report("failure", message))
+                self._set_problem(self._report("failure", self._own_cause() or message))
                 return
 
     def _read_failures(self) -> bool:
@@ -282,6 +282,12 @@ class PeerWatch:
         if self.doing is None or not (beat.state == ENDED_INSIDE or beat.entries < self.entries or self.suspicious):
             return ""
         return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
+
+    def _own_cause(self) -> str:
+        """Return what this rank did that ended another one; empty where it did nothing. A failure of one rank ends all."""
+        failure = self.failures.get(self.entries) or self.failures.get(self.entries - 1, "")
+        remedy = "check a batch before the call, and leave it out on all ranks"
+        return f"{failure}; the script went on after that, and the other ranks ended with it: {remedy}" if failure else ""
 
     def _why_apart(self, rank: int, seen: Seen, now: float) -> str:
         """Return why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same

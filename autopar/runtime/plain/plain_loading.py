@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import StateError
+from ..errors import StateError, StateMismatch
 from ..state.weight_source import named_tensors
 
 EXTRA = "_extra_state"
@@ -28,6 +28,20 @@ def converts_states(model: nn.Module) -> bool:
     )
 
 
+USUAL_STATES = "pass that of the plain model, or of parallel.full_state()"
+_WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before the names of a model."""
+
+
+def remedy_for(unexpected: Sequence[str]) -> str:
+    """Return what to do about a state dict with these keys, which the model has not."""
+    for prefix in _WRAPPERS:
+        if unexpected and all(key.startswith(prefix) for key in unexpected):
+            call = f'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "{prefix}")'
+            return f"{call} takes the prefix of a wrapped model away"
+    return USUAL_STATES
+
+
 def load_into_part(
     model: nn.Module, path: str, state: Mapping[str, Any], strict: bool, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -38,7 +52,7 @@ def load_into_part(
             result = model.get_submodule(path).load_state_dict(state, **({} if strict else {"strict": False}))
         except RuntimeError as error:
             words = " ".join(str(error).split()).removesuffix(".")
-            raise StateError(f"{words}: pass that of the plain model, or of parallel.full_state()") from error
+            raise StateMismatch(f"{words}: {USUAL_STATES}") from error
         return result, {name: each.detach() for name, each in named_tensors(model).items() if name in values}
 
 

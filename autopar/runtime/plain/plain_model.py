@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..compat.dtensor import with_local
 from ..compat.hooks import around_optimizer_steps
-from ..errors import RuntimeProblem, StateError
+from ..errors import RuntimeProblem, StateError, StateMismatch
 from ..state.gradient import hooked, own
 from ..state.model_state import State
 from ..state.weight_source import Weight, named_tensors, whole_weight
@@ -123,7 +123,7 @@ class PlainModel:
         for key, name in self.names.items():
             if (held := self.unused.get(name)) is not None and key in state:
                 if state[key].shape != held.shape:
-                    raise StateError(f"{key} has shape {tuple(state[key].shape)} but the model's has {tuple(held.shape)}")
+                    raise StateMismatch(f"{key} has shape {tuple(state[key].shape)} but the model's has {tuple(held.shape)}")
                 held.copy_(state[key].detach())
         extra = {key: state[key] for key in self._extra if key in state}
         self._extra |= extra

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..comm.agreement import refused_together
 from ..device.mesh import MeshHandle
-from ..errors import StateError
+from ..errors import StateError, StateMismatch
 from ..module import ParameterSpec
 from ..progress import advance
 
@@ -41,7 +41,7 @@ def full_weight(source: WeightSource, name: str) -> Weight:
     try:
         return source[name] if isinstance(source, Mapping) else source(name)
     except KeyError:
-        raise StateError(f"the state has no {name!r}; pass the state dict of the model that was planned") from None
+        raise StateMismatch(f"the state has no {name!r}; pass the state dict of the model that was planned") from None
 
 
 class OrderedSource:
@@ -176,7 +176,7 @@ def _spoiled(buffer: torch.Tensor) -> bool:
 def refused_on_all_stages(mesh: MeshHandle, source: WeightSource) -> Iterator[None]:
     """Refuse on all stages a state that one stage refuses, after all have asked for the same weights."""
     finish = source.finish if isinstance(source, OrderedSource) else lambda: None
-    with refused_together(mesh.describe, asked=isinstance(source, OrderedSource)):
+    with refused_together(mesh.describe, asked=isinstance(source, OrderedSource), problem=StateMismatch):
         try:
             yield
         except StateError:
@@ -190,5 +190,8 @@ def checked_weight(source: WeightSource, name: str, spec: ParameterSpec) -> Weig
     advance()
     full = full_weight(source, name)
     if tuple(full.shape) != tuple(spec.shape):
-        raise StateError(f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}")
+        raise StateMismatch(
+            f"{name} has shape {tuple(full.shape)} but the plan is for {tuple(spec.shape)}: build the model that was saved, or "
+            "leave it out and load with strict=False"
+        )
     return full

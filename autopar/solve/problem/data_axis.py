@@ -73,16 +73,15 @@ def propagate_data_axis(graph: Graph, size: int, strategies: AxisStrategies) -> 
     """Propagate placements by walking the calls once. A distinct block is decided at its first call; its other calls agree
     through their boundary classes. Where a number is carried on and summands are added to it (a loss of each layer), it is a sum
     from its first value on: the walk begins anew."""
-    sums: set[int] = set()
-    while (found := _propagated(graph, size, strategies, sums)) is None:
+    given, sums = _given_classes(graph, strategies.boundary), set[int]()
+    while (found := _propagated(graph, size, strategies, given, sums)) is None:
         pass
     return found
 
 
-def _propagated(graph: Graph, size: int, strategies: AxisStrategies, sums: set[int]) -> DataAxisPlacements | None:
-    """Return the placements with these boundary classes as sums; None where one is added to them."""
-    classes: dict[int, Placement] = dict.fromkeys(sums, Partial())
-    boundary = strategies.boundary
+def _given_classes(graph: Graph, boundary: BlockBoundaries) -> dict[int, Placement]:
+    """Return the placements of the boundary classes of the loss, inputs and parameters."""
+    classes: dict[int, Placement] = {}
     loss = boundary.class_of(graph.loss)
     assert loss is not None
     classes[loss] = Replicate() if graph.forward_only else Invariant()
@@ -93,6 +92,14 @@ def _propagated(graph: Graph, size: int, strategies: AxisStrategies, sums: set[i
     for slot, number in boundary.classes.items():
         if slot.side == "param":
             classes[number] = Replicate()
+    return classes
+
+
+def _propagated(
+    graph: Graph, size: int, strategies: AxisStrategies, given: Mapping[int, Placement], sums: set[int]
+) -> DataAxisPlacements | None:
+    """Return the placements with these boundary classes as sums; None where one more is, which is added to them."""
+    boundary, classes = strategies.boundary, {**dict.fromkeys(sums, Partial()), **given}
     chosen: dict[tuple[str, str], AxisStrategy] = {}
     seen: set[str] = set()
     for call in graph.calls:
@@ -107,7 +114,8 @@ def _propagated(graph: Graph, size: int, strategies: AxisStrategies, sums: set[i
             chosen[block.name, node.name] = walk.choose(node, options[node.name])
         for index, name in enumerate(block.outputs):
             number, produced = boundary.classes[Slot(block.name, "out", index)], walk.produced[name]
-            if classes.setdefault(number, produced) == Replicate() and produced == Partial() and not walk.values[name].shape:
+            whole = classes.setdefault(number, produced) == Replicate() and number not in given
+            if whole and produced == Partial() and not walk.values[name].shape:
                 sums.add(number)
                 return None
     return DataAxisPlacements(chosen, classes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from autopar.cost_models.hardware.cluster import Cluster
 from autopar.errors import AutoparError, BatchError, PlanError
@@ -22,6 +23,7 @@ from autopar.ir.verify import MOST_PASSES
 from autopar.rules.registry import Registry
 from autopar.schedules.builder import ScheduleBuilder
 from autopar.schedules.pipeline_schedule import INTERLEAVED, builder_named, schedule_builders
+from autopar.solve.space.force import AXES
 from autopar.solve.space.grid import GridPoint, devices_per_node, dispatches_tokens, zero_groups
 from autopar.solve.space.meshes import divisors, meshes
 from autopar.solve.space.micro_batches import MICRO, expert_axis_fits, micro_batch_counts, why_one_micro_batch
@@ -93,7 +95,7 @@ def pipeline_points(
     degrees = [force["pp"]] if pipeline_forced(force) else divisors(cluster.size)[1:]
     for stages in degrees:
         if pipeline_forced(force):
-            _check(graph, cluster, stages * chunks_per_stage(force, schedule), stages)
+            _check(graph, cluster, stages * chunks_per_stage(force, schedule), force)
         if stages > len(graph.calls) or cluster.size % stages:
             continue
         size, node = cluster.size // stages, devices_per_node(cluster)
@@ -135,9 +137,11 @@ def _no_point_reason(graph: Graph, force: Mapping[str, int], one_micro_batch: st
     return f"no data degree and state group of a pipeline of {force['pp']} stages divide the batch of {graph.batch}: change it"
 
 
-def _check(graph: Graph, cluster: Cluster, chunks: int, stages: int) -> None:
-    if cluster.size % stages:
-        raise PlanError(f"pp={stages} does not divide the {cluster.size} devices of {cluster.name}: force a divisor")
+def _check(graph: Graph, cluster: Cluster, chunks: int, force: Mapping[str, int]) -> None:
+    stages, degrees = force["pp"], {name: value for name, value in force.items() if name == "pp" or name in AXES}
+    if cluster.size % prod(degrees.values()):
+        written = " x ".join(f"{name}={value}" for name, value in degrees.items())
+        raise PlanError(f"{written} does not divide the {cluster.size} devices of {cluster.name}: force degrees that do")
     if chunks > len(graph.calls):
         written = min(graph.updated_buffers(), default="")
         where = f" (none ends between the write of the buffer {written} and what reads it)" if written else ""

@@ -7,6 +7,7 @@ import copy
 import io
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -70,6 +71,11 @@ def stages() -> str:
             {**{k: v for k, v in new.body.state_dict().items() if k != "0.bias"}, "more": torch.zeros(1)}
         )
     )
+    state = plain.state_dict()
+    with pytest.raises(RuntimeError, match='consume_prefix_in_state_dict_if_present.state_dict, "module."'):
+        parallel.load_state_dict({f"module.{name}": each for name, each in state.items()})
+    with pytest.raises(RuntimeError, match="head.weight has shape .* strict=False"):
+        parallel.load_state_dict(state | {"head.weight": torch.zeros(3, 16)})
     own = torch.optim.AdamW(plain.parameters())
     plain(torch.randn(4, 6)).backward()
     own.step()

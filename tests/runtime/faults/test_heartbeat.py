@@ -68,6 +68,24 @@ def test_silence_ends_the_process_soon_in_a_step_and_later_between_steps(exits: 
     other.close()
 
 
+def test_a_rank_whose_script_caught_its_own_failure_is_told_so(exits: list[int]) -> None:
+    """The other ranks ended with it, and would be blamed for that."""
+    store = Store()
+    alone, other = beating(store, 0, 2), beating(store, 1, 2)
+    time.sleep(0.3)
+    with pytest.raises(IndexError), alone.watching(lambda: "0F0"):
+        raise IndexError("index out of range")
+    stop(other)
+    time.sleep(1.5)
+    with (
+        pytest.raises(PeerProblem, match="rank 0 .* failed .*0F0: IndexError: .*went on after that"),
+        alone.watching(lambda: "1F0"),
+    ):
+        pass
+    alone.close()
+    other.close()
+
+
 def test_a_problem_that_was_raised_ends_the_process_too(exits: list[int]) -> None:
     """The main thread may hang after it raised it."""
     store = Store()
