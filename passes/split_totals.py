@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.batch_totals import BatchTotal, candidate_totals
 from autopar.ir.graph import Call, Graph, ancestors
+from autopar.ir.pipeline.stage_values import repeatable_values
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
 from autopar.passes.extract_block import extract_block, produced_placements
@@ -39,7 +40,15 @@ def split_totals(graph: Graph, candidate: Candidate) -> GraphAndTotals:
     split = GraphAndTotals(graph, candidate)
     for name in dict.fromkeys(total.block for total in totals):
         split = _split_block(split, name, [total for total in totals if total.block == name])
-    return split
+    return _without_repeated_rests(split) if totals else split
+
+
+def _without_repeated_rests(split: GraphAndTotals) -> GraphAndTotals:
+    """Return the same without values that stages were to repeat, and of which what is left knows no number of examples: they are
+    sent."""
+    repeatable, pipeline = repeatable_values(split.graph), split.candidate.pipeline
+    repeated = tuple(name for name in pipeline.repeated if name in repeatable)
+    return replace(split, candidate=replace(split.candidate, pipeline=replace(pipeline, repeated=repeated)))
 
 
 def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchTotal]) -> GraphAndTotals:
@@ -71,20 +80,27 @@ def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchT
     )
     calls = (*graph.calls, *split.calls)
     used_names = {value.name for value in graph.inputs} | {value for call in calls for value in call.outputs}
-    call = next(each for each in graph.calls if each.block == name)
-    names = tuple(fresh_name(total.value, used_names) for total in block_totals)
-    first = extracted.call(call, names)
-    after = replace(call, inputs=(*call.inputs, *names))
+    first: dict[tuple[tuple[str, ...], tuple[str, ...]], Call] = {}  # of calls whose totals are the same
+    for call in (each for each in graph.calls if each.block == name):
+        counted = extracted.call(call, ())
+        if (counted.inputs, counted.parameters) not in first:
+            names = tuple(fresh_name(total.value, used_names) for total in block_totals)
+            first[counted.inputs, counted.parameters] = replace(counted, outputs=names)
+
+    def with_totals(call: Call) -> Call:
+        counted = extracted.call(call, ())
+        return replace(call, inputs=(*call.inputs, *first[counted.inputs, counted.parameters].outputs))
+
     return GraphAndTotals(
         replace(
             graph,
             blocks=(*(remaining if each.name == name else each for each in graph.blocks), extracted.block),
-            calls=tuple(after if each is call else each for each in graph.calls),
+            calls=tuple(with_totals(each) if each.block == name else each for each in graph.calls),
         ),
         replace(
             split.candidate,
             blocks=(*(remaining_plan if each.block == name else each for each in split.candidate.blocks), extracted.plan),
         ),
-        (*split.calls, first),
-        (*split.ops, *(total.op for total in block_totals)),
+        (*split.calls, *first.values()),
+        (*split.ops, *(total.op for _ in first for total in block_totals)),
     )

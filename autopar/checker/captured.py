@@ -14,7 +14,7 @@ from autopar.checker.rows.operation_call import DTypeName, TensorName, WholeCall
 from autopar.checker.shards import NotProven, Shape
 from autopar.checker.text import Instance
 from autopar.ir import dims
-from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Ref, Symbol, Value
+from autopar.ir.graph import Arg, Block, Call, DType, Graph, Node, Ref, Symbol, Value, ancestors, draws_masks
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate
 
@@ -180,7 +180,7 @@ class GraphCalls:
         """The inputs of the block that the arguments are."""
         block, out, free = self.block(call.block), list[str](), list(range(len(call.inputs)))
         for each in given:
-            if each[0] == number:  # a total, which the block has computed before
+            if each[0] == number or self._is_equal_total(each, call):  # which the block has computed before
                 out.append(each[1])
                 continue
             found = next((k for k in free if self.value(call.inputs[k]) == each), None)
@@ -189,6 +189,23 @@ class GraphCalls:
             free.remove(found)
             out.append(block.name(block.block.inputs[found].name))
         return out
+
+    def _is_equal_total(self, total: Identity, call: Call) -> bool:
+        """Whether another call of the same block has computed this value of the same inputs and parameters."""
+        number, value = total
+        other = self.graph.calls[number] if number >= 0 else None
+        if other is None or other.block != call.block:
+            return False
+        block = self.block(call.block).block
+        nodes = ancestors(block.nodes, {value})
+        read = {value, *(operand for node in nodes for operand in node.operands())}
+        inputs = zip(block.inputs, other.inputs, call.inputs, strict=True)
+        parameters = zip(block.parameters, other.parameters, call.parameters, strict=True)
+        return (
+            not any(map(draws_masks, nodes))
+            and all(self.value(one) == self.value(two) for each, one, two in inputs if each.name in read)
+            and all(one == two for each, one, two in parameters if each.value.name in read)
+        )
 
     def identity(self, number: int, call: Call, value: str) -> Identity:
         block = self.block(call.block)

@@ -140,7 +140,7 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
             raise PlanError(f"{block.name} needs {_named(name, maker, node)} of the whole batch: it takes one micro-batch")
-    if found and (sum(each.block == block.name for each in graph.calls) > 1 or _nested(block, found)):
+    if found and _nested(block, found):
         makers = {value.name: node for node in block.nodes for value in node.outputs}
         several = ", ".join(_named(name, makers.get(name)) for name in found)
         raise PlanError(f"{block.name} needs {several} of the whole batch: it takes one micro-batch")

@@ -117,9 +117,42 @@ class Supervised(nn.Module):
         return total
 
 
-def train_supervised(carried: bool, force: str) -> int:
+class MaskedLayer(nn.Module):
+    """Hands on a loss of its own, of the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + torch.tanh(self.linear(x))
+        counts = (y[:, 1] < 3).to(x.dtype)
+        total = total + (x.square().mean(1) * counts).sum() / counts.sum()
+        return x, total + F.cross_entropy(self.head(x), y[:, 0], ignore_index=3)
+
+
+class Deep(nn.Module):
+    """Equal layers, each with the numbers of its loss; the first value of what they add to is a mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(MaskedLayer() for _ in range(4)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.square().mean()
+        for layer in self.layers:
+            x, total = layer(x, y, total)
+        return F.cross_entropy(self.head(x), y[:, 2], ignore_index=3) + total
+
+
+SUPERVISED: dict[str, Callable[[], nn.Module]] = {
+    "heads": lambda: Supervised(False), "carried": lambda: Supervised(True), "layers": Deep
+}  # fmt: skip
+
+
+def train_supervised(kind: str, force: str) -> int:
     torch.manual_seed(0)
-    plain = Supervised(carried).double()
+    plain = SUPERVISED[kind]().double()
     y = torch.tensor([[0, 3, 3], [1, 3, 2], [2, 1, 3], [0, 3, 3], [3, 3, 3], [1, 3, 0], [2, 3, 3], [0, 3, 3]])
     parallel: Any = autopar.parallelize(copy.deepcopy(plain), "local:2", (X, y), force=force, cache=False, proof=True)
     for labels in (y, y.flip(0, 1)):
@@ -133,6 +166,6 @@ def train_supervised(carried: bool, force: str) -> int:
 
 
 @pytest.mark.parametrize("force", ["pp=2,dp=1", "dp=2,micro=1"])
-@pytest.mark.parametrize("carried", [False, True])
-def test_each_head_has_its_own_number_of_labels(ranks: RankPool, carried: bool, force: str) -> None:
-    assert min(ranks.run(train_supervised, carried, force, world=2)) > 1
+@pytest.mark.parametrize("kind", SUPERVISED)
+def test_each_head_has_its_own_number_of_labels(ranks: RankPool, kind: str, force: str) -> None:
+    assert min(ranks.run(train_supervised, kind, force, world=2)) > 1
