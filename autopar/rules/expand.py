@@ -127,7 +127,7 @@ def _strategies(
     yield redundant
     if free:
         yield _invariant_operands(redundant, operands)
-    sums = flows or (frozen and all(value.dtype in _WIDTH for value in node.outputs))
+    sums = flows or (frozen and all(value.dtype in _WIDTH for value in node.outputs)) or all(map(_is_number, node.outputs))
     if sums and rule is not None and _may_pass(node, operands):
         yield from _passing(node, operands, rule, frozen)
 
@@ -255,8 +255,7 @@ def _passing(node: Node, operands: Sequence[Value], rule: Rule, frozen: bool) ->
         chosen = {"all": tuple(range(len(operands))), "first": (0,)}[group] if isinstance(group, str) else group
         if not all(index < len(operands) for index in chosen):
             continue
-        sums = [_is_sum(operands[index], frozen) for index in chosen]
-        if not any(sums) or not all(each or _is_number(operands[index]) for each, index in zip(sums, chosen, strict=True)):
+        if not all(_is_sum(operands[index], frozen) or _is_number(operands[index]) for index in chosen):
             continue
         places = tuple(Partial() if index in chosen else Replicate() for index in range(len(operands)))
         yield AxisStrategy(places, (Partial(),) * len(node.outputs), PASS)
