@@ -220,7 +220,7 @@ OPERATIONS = (
     ),
     Operation("aten.unbind", select_rule, FIRST, view=True, slices=True, gives_tuple=True, spelling=method),
     Operation("aten.narrow", view=True, slices=True, spelling=method),
-    Operation(DETACH, elementwise_rule, view=True, spelling=method),
+    Operation(DETACH, elementwise_rule, ((0,),), view=True, spelling=method),
     Operation("aten.alias", elementwise_rule, FIRST, view=True),
     *several(Operation("aten", view=True, spelling=method), "expand_as flatten unflatten"),
     *several(Operation("aten", view=True), "view _unsafe_view numpy_T view_as swapaxes movedim tensor_split"),

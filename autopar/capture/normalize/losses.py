@@ -8,7 +8,7 @@ import sympy
 
 from autopar.capture.flat import Lookup, Rewritten, node_like, node_rewrite, size_args
 from autopar.ir.dims import Dim, as_dim, as_sympy, has_batch
-from autopar.ir.graph import Arg, DType, Node, Ref, Value, size_argument
+from autopar.ir.graph import Arg, DType, Node, Ref, Symbol, Value, size_argument
 from autopar.operations.losses import TOKEN_LOG_PROBS
 
 _MEAN, _SUM = 1, 2
@@ -146,7 +146,7 @@ def constant_terms(node: Node, graph: Lookup) -> Rewritten | None:
     if node.op not in sign or result.shape or not result.differentiable or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
-    if not isinstance(x, Ref) or not isinstance(number, int | float):
+    if not isinstance(x, Ref) or not isinstance(number, int | float | Symbol):
         return None
     term = node_like(node, "aten.full", ((), number), f"{result.name}_constant", (), flows=False)
     term = replace(term, kwargs=(("dtype", DType(result.dtype)),))

@@ -66,7 +66,7 @@ def train_on_ranks(term: str, degrees: str) -> None:
 
 @pytest.mark.parametrize("degrees", ["dp=2,zero=3", "dp=2,micro=2", "dp=1,pp=2,micro=2"])
 def test_equals_one_process(ranks: RankPool, degrees: str) -> None:
-    whole = () if degrees == "dp=2,zero=3" else ("a number", "a constant of an operation")  # of the whole batch: they are refused
+    whole = () if degrees == "dp=2,zero=3" else ("a constant of an operation",)  # of the whole batch: it is refused
     for term in TERMS:
         if term not in whole:
             ranks.run(train_on_ranks, term, degrees, world=2)

@@ -145,6 +145,42 @@ class Deep(nn.Module):
         return F.cross_entropy(self.head(x), y[:, 2], ignore_index=3) + total
 
 
+class Logged(nn.Module):
+    """A loss whose parts are logged, with a term that no gradient flows into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        one, two = F.cross_entropy(logits, y[:, 0], ignore_index=3), x.square().mean()
+        with torch.no_grad():
+            right = ((logits.argmax(-1) == y[:, 0]) * (y[:, 0] < 3)).to(x.dtype).sum() / (y[:, 0] < 3).sum()
+        return {"loss": one + two + 0.5 * (right - one.detach()), "one": one.detach(), "right": right}
+
+
+def logged(force: str) -> None:
+    torch.manual_seed(0)
+    plain, y = Logged().double(), torch.arange(24).reshape(8, 3) % 4
+    parallel: Any = autopar.parallelize(
+        copy.deepcopy(plain), "local:2", (X, y), force=force, cache=False, outputs=("one", "right"), proof=True
+    )
+    found, expected = parallel(X, y), plain(X, y)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9)
+    found["loss"].backward()
+    expected["loss"].backward()
+    same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("force", ["pp=2,dp=1", "dp=2,micro=2"])
+def test_parts_of_a_loss_are_logged(ranks: RankPool, force: str) -> None:
+    ranks.run(logged, force, world=2)
+
+
 SUPERVISED: dict[str, Callable[[], nn.Module]] = {
     "heads": lambda: Supervised(False), "carried": lambda: Supervised(True), "layers": Deep
 }  # fmt: skip
