@@ -255,7 +255,7 @@ class PeerWatch:
             if last is None or last.beat.number != beat.number:
                 self.seen[rank] = last = Seen(beat, now, now) if last is None else last.next(beat, now)
             if message := self._why_lost(rank, last, now):
-                self._set_problem(self._report("failure", self._own_cause() or message))
+                self._set_problem(self._report("failure", message + self._own_part()))
                 return
 
     def _read_failures(self) -> bool:
@@ -283,11 +283,11 @@ class PeerWatch:
             return ""
         return f"{name} ended its process {beat.where}, others wait for it {self.where}: {ADVICE}"
 
-    def _own_cause(self) -> str:
-        """Return what this rank did that ended another one; empty where it did nothing. A failure of one rank ends all."""
-        failure = self.failures.get(self.entries) or self.failures.get(self.entries - 1, "")
-        remedy = "check a batch before the call, and leave it out on all ranks"
-        return f"{failure}; the script went on after that, and the other ranks ended with it: {remedy}" if failure else ""
+    def _own_part(self) -> str:
+        """Return what this rank did that may have ended another one, for the end of a message; empty where it did nothing."""
+        failure = self.failures.get(self.entries) or self.failures.get(self.entries - 1)
+        remedy = "a failure of one rank ends the others, so check a batch before the call, and leave it out on all ranks"
+        return f"; before that {failure}, and the script went on: {remedy}" if failure else ""
 
     def _why_apart(self, rank: int, seen: Seen, now: float) -> str:
         """Return why a rank that lives and this one wait for each other; empty where they do not. All ranks go through the same

@@ -78,7 +78,7 @@ def test_a_rank_whose_script_caught_its_own_failure_is_told_so(exits: list[int])
     stop(other)
     time.sleep(1.5)
     with (
-        pytest.raises(PeerProblem, match="rank 0 .* failed .*0F0: IndexError: .*went on after that"),
+        pytest.raises(PeerProblem, match="rank 1 .*; before that rank 0 .* failed .*0F0: IndexError: .* the script went on"),
         alone.watching(lambda: "1F0"),
     ):
         pass
