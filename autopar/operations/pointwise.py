@@ -98,9 +98,10 @@ OPERATIONS = (
         Operation("aten", elementwise_rule, spelling=function("F")), "relu relu6 mish softplus hardswish hardsigmoid leaky_relu"
     ),
     *several(Operation("aten", elementwise_rule, transcendental=True, spelling=function("F")), "gelu silu elu"),
+    Operation("aten.where", elementwise_rule, ((1, 2),), spelling=function("torch")),
     *several(
         Operation("aten", elementwise_rule, spelling=function("torch")),
-        """where maximum minimum logical_and logical_or logical_xor full_like zeros_like ones_like empty_like nan_to_num
+        """maximum minimum logical_and logical_or logical_xor full_like zeros_like ones_like empty_like nan_to_num
         floor_divide""",
     ),
     *several(

@@ -61,6 +61,11 @@ def _cast(call: WholeCall) -> tuple[tuple[int, ...], ...]:
     return ((0,),) if target >= source else ()
 
 
+def _either(call: WholeCall) -> tuple[tuple[int, ...], ...]:
+    """Of two tensors, whatever each element is taken from; the condition is whole."""
+    return ((1, 2),) if len(call.shapes) == 3 else ()
+
+
 def _first(call: WholeCall) -> tuple[tuple[int, ...], ...]:
     return ((0,),)
 
@@ -164,7 +169,7 @@ def rotary_embedding(call: WholeCall) -> OperationRow:
 _POINTWISE = """
 pow remainder eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor type_as rsqrt sqrt cos sin abs square reciprocal
 masked_fill clamp clamp_min clamp_max logical_not bitwise_not floor ceil round sign isnan isinf exp log tanh
-sigmoid erf relu relu6 mish softplus hardswish hardsigmoid leaky_relu gelu silu elu where maximum minimum
+sigmoid erf relu relu6 mish softplus hardswish hardsigmoid leaky_relu gelu silu elu maximum minimum
 logical_and logical_or logical_xor full_like zeros_like ones_like empty_like nan_to_num floor_divide acos acosh
 addcdiv addcmul asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift celu copysign cosh erfc exp2
 expm1 fmod hardtanh isfinite lerp log10 log1p log2 log_sigmoid logit selu sinh tan trunc xlogy polar complex real
@@ -176,6 +181,7 @@ ROWS: Rows = {
     **aten(_POINTWISE, pointwise),
     **dict.fromkeys(("aten.add", "aten.sub"), _linear_pointwise(_sum_of_two)),
     "aten.mul": _linear_pointwise(_product),
+    "aten.where": _linear_pointwise(_either),
     "aten.div": _linear_pointwise(_quotient),
     **aten("neg clone alias expand detach", _linear_pointwise(_first)),
     **aten("to _to_copy", _linear_pointwise(_cast)),

@@ -66,6 +66,10 @@ def numbers(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
     return (1 - two) * 2 + (one - 0.25) + 3
 
 
+def guard(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
+    return torch.where(model.log.sum() > 0, one + two, two * 0)
+
+
 def logarithm(model: Tasks, one: Tensor, two: Tensor, penalty: Tensor) -> Tensor:
     return torch.log(one) + model.log.sum()
 
@@ -89,7 +93,7 @@ def train(loss: Loss, force: str) -> int:
 
 
 @pytest.mark.parametrize("force", ["pp=2,dp=1", "pp=2,dp=2,micro=2", "dp=2,micro=1,zero=3", "tp=2,dp=1,micro=2"])
-@pytest.mark.parametrize("loss", [learned_weights, deviations, penalty_in_forward, penalty_of_layers, numbers])
+@pytest.mark.parametrize("loss", [learned_weights, deviations, penalty_in_forward, penalty_of_layers, numbers, guard])
 def test_equals_one_process(ranks: RankPool, loss: Loss, force: str) -> None:
     assert min(ranks.run(train, loss, force, world=4 if "pp=2,dp=2" in force else 2)) > 1
 
