@@ -55,7 +55,7 @@ def plan_variant(graph: Graph, plan: Plan, cluster: Cluster, registry: Registry,
     """
     if plan.candidate.pipeline.stages > 1 and (reason := why_one_graph(graph)):
         raise PlanMismatch(
-            f'{reason}, which a pipeline cannot have: call it under torch.no_grad() where nothing trains by it, or plan with '
+            f"{reason}, which a pipeline cannot have: call it under torch.no_grad() where nothing trains by it, or plan with "
             'force="pp=1"'
         )
     problems: list[str] = []
