@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from support.harness.training_loop import parallel_model
 from support.models.handwritten_pipeline import batch, built_schedule, gpipe_schedule, model, pipeline_text, with_messages
 from torch.utils.checkpoint import checkpoint
 
+import autopar
 from autopar.runtime.device.offload import HostMemory
 from autopar.runtime.ops.functions import linear_kn
 from autopar.runtime.ops.split_backward import SplitBackward, WeightGradQueue
@@ -171,3 +173,25 @@ def test_compiled_casts_are_not_split_and_say_so(ranks: RankPool) -> None:
     half = {name: tensor.float() for name, tensor in state.items()}
     found = ranks.run(compiled, [(cast, half, batch())], world=2, timeout=300)
     assert all(any("Layer is not split" in line for line in warned) for _, warned in found)
+
+
+def autocast_and_compiled() -> None:
+    """Compiled code casts weights and biases together there, and hands them on through a Function of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)]
+    plain, x, y = torch.nn.Sequential(*layers, torch.nn.Linear(8, 4)), torch.randn(8, 8), torch.arange(8) % 4
+    with torch.autocast("cpu", torch.bfloat16):
+        parallel = autopar.parallelize(
+            copy.deepcopy(plain), "local:2", (x, y), force="pp=2,dp=1,micro=2,schedule=zb-h1", cache=False, compile="aot_eager",
+            loss_fn=F.cross_entropy,
+        )  # fmt: skip
+        for loss in (parallel(x, y), F.cross_entropy(plain(x), y)):
+            loss.backward()
+    for found, expected in zip(parallel.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0.1, atol=0.02)  # type: ignore[attr-defined]
+
+
+def test_compiled_casts_of_weights_and_biases(ranks: RankPool) -> None:
+    ranks.run(autocast_and_compiled, world=2, timeout=300)
