@@ -106,10 +106,11 @@ def test_functions_of_the_loss_take_one_micro_batch() -> None:
 class Supervised(nn.Module):
     """A loss of each head, which ignores labels of its own; `carried`: each is added to a number that went through the layers."""
 
-    def __init__(self, carried: bool) -> None:
+    def __init__(self, heads: int, carried: bool) -> None:
         super().__init__()
         self.layers, self.carried = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), carried
-        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 4), nn.Tanh()), nn.Linear(6, 4)])
+        every = [nn.Sequential(nn.Linear(6, 4)), nn.Sequential(nn.Linear(6, 4), nn.Tanh()), nn.Linear(6, 4)]
+        self.heads = nn.ModuleList(every[:heads])
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         total = x.new_zeros(()) if self.carried else 0
@@ -186,7 +187,8 @@ def test_parts_of_a_loss_are_logged(ranks: RankPool, force: str) -> None:
 
 
 SUPERVISED: dict[str, Callable[[], nn.Module]] = {
-    "heads": lambda: Supervised(False), "carried": lambda: Supervised(True), "layers": Deep
+    "two heads": lambda: Supervised(2, False), "heads": lambda: Supervised(3, False), "carried": lambda: Supervised(3, True),
+    "layers": Deep,
 }  # fmt: skip
 
 
