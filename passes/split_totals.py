@@ -80,27 +80,27 @@ def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchT
     )
     calls = (*graph.calls, *split.calls)
     used_names = {value.name for value in graph.inputs} | {value for call in calls for value in call.outputs}
-    first: dict[tuple[tuple[str, ...], tuple[str, ...]], Call] = {}  # of calls whose totals are the same
-    for call in (each for each in graph.calls if each.block == name):
-        counted = extracted.call(call, ())
-        if (counted.inputs, counted.parameters) not in first:
-            names = tuple(fresh_name(total.value, used_names) for total in block_totals)
-            first[counted.inputs, counted.parameters] = replace(counted, outputs=names)
+    total_calls: dict[tuple[tuple[str, ...], tuple[str, ...]], Call] = {}  # one for calls whose totals are the same
 
     def with_totals(call: Call) -> Call:
-        counted = extracted.call(call, ())
-        return replace(call, inputs=(*call.inputs, *first[counted.inputs, counted.parameters].outputs))
+        alone = extracted.call(call, ())
+        key = alone.inputs, alone.parameters
+        if key not in total_calls:
+            names = tuple(fresh_name(total.value, used_names) for total in block_totals)
+            total_calls[key] = replace(alone, outputs=names)
+        return replace(call, inputs=(*call.inputs, *total_calls[key].outputs))
 
+    graph_calls = tuple(with_totals(each) if each.block == name else each for each in graph.calls)
     return GraphAndTotals(
         replace(
             graph,
             blocks=(*(remaining if each.name == name else each for each in graph.blocks), extracted.block),
-            calls=tuple(with_totals(each) if each.block == name else each for each in graph.calls),
+            calls=graph_calls,
         ),
         replace(
             split.candidate,
             blocks=(*(remaining_plan if each.block == name else each for each in split.candidate.blocks), extracted.plan),
         ),
-        (*split.calls, *first.values()),
-        (*split.ops, *(total.op for _ in first for total in block_totals)),
+        (*split.calls, *total_calls.values()),
+        (*split.ops, *(total.op for _ in total_calls for total in block_totals)),
     )

@@ -14,6 +14,7 @@ from autopar.operations.losses import TOKEN_LOG_PROBS
 _MEAN, _SUM = 1, 2
 _LOG_SOFTMAX = ("aten.log_softmax", "aten._log_softmax")
 _VIEWS = ("aten.reshape", "aten.squeeze", "aten.unsqueeze")
+_SUMS_AND_DIFFERENCES = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
 _REDUCTION_AT = {
     **dict.fromkeys(("aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"), 2),
     "aten.binary_cross_entropy": 3,
@@ -141,17 +142,17 @@ def mean_losses(node: Node, graph: Lookup) -> Rewritten | None:
 def constant_terms(node: Node, graph: Lookup) -> Rewritten | None:
     """``loss + 1`` and ``1 - loss`` of one element become sums of two values: of a number itself no rank, and no micro-batch, can
     add a share."""
-    sign = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": 1, "aten.sub.Scalar": 1, "aten.rsub.Scalar": -1}
     result = node.outputs[0]
-    if node.op not in sign or result.shape or not result.differentiable or len(node.args) != 2 or node.kwargs:
+    if node.op not in _SUMS_AND_DIFFERENCES or result.shape or not result.differentiable or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
     if not isinstance(x, Ref) or not isinstance(number, int | float | Symbol):
         return None
     term = node_like(node, "aten.full", ((), number), f"{result.name}_constant", (), flows=False)
     term = replace(term, kwargs=(("dtype", DType(result.dtype)),))
-    op = "aten.sub.Tensor" if sign[node.op] < 0 else node.op.replace("Scalar", "Tensor")
-    return (term, replace(node, op=op, args=(x, Ref(term.name))[:: sign[node.op]])), {}
+    if node.op == "aten.rsub.Scalar":
+        return (term, replace(node, op="aten.sub.Tensor", args=(Ref(term.name), x))), {}
+    return (term, replace(node, op=node.op.replace("Scalar", "Tensor"), args=(x, Ref(term.name)))), {}
 
 
 @node_rewrite

@@ -73,13 +73,13 @@ def propagate_data_axis(graph: Graph, size: int, strategies: AxisStrategies) -> 
     """Propagate placements by walking the calls once. A distinct block is decided at its first call; its other calls agree
     through their boundary classes. Where a number is carried on and summands are added to it (a loss of each layer), it is a sum
     from its first value on: the walk begins anew."""
-    given, sums = _given_classes(graph, strategies.boundary), set[int]()
-    while (found := _propagated(graph, size, strategies, given, sums)) is None:
+    given, sums = _outer_placements(graph, strategies.boundary), set[int]()
+    while (found := _walk_calls(graph, size, strategies, given, sums)) is None:
         pass
     return found
 
 
-def _given_classes(graph: Graph, boundary: BlockBoundaries) -> dict[int, Placement]:
+def _outer_placements(graph: Graph, boundary: BlockBoundaries) -> dict[int, Placement]:
     """Return the placements of the boundary classes of the loss, inputs and parameters."""
     classes: dict[int, Placement] = {}
     loss = boundary.class_of(graph.loss)
@@ -95,10 +95,10 @@ def _given_classes(graph: Graph, boundary: BlockBoundaries) -> dict[int, Placeme
     return classes
 
 
-def _propagated(
+def _walk_calls(
     graph: Graph, size: int, strategies: AxisStrategies, given: Mapping[int, Placement], sums: set[int]
 ) -> DataAxisPlacements | None:
-    """Return the placements with these boundary classes as sums; None where one more is, which is added to them."""
+    """Walk the calls with these boundary classes as sums. Return None where one more is, which is added to `sums`."""
     boundary, classes = strategies.boundary, {**dict.fromkeys(sums, Partial()), **given}
     chosen: dict[tuple[str, str], AxisStrategy] = {}
     seen: set[str] = set()
