@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.batch_totals import why_one_graph
+from autopar.ir.dims import has_batch
 from autopar.ir.graph import Block, Graph, Value
 from autopar.ir.mesh import DATA_AXIS
-from autopar.ir.placement import Invariant, Placements, Replicate
+from autopar.ir.pipeline.stage_values import values_with_gradients
+from autopar.ir.placement import Invariant, Placements, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate
 from autopar.ir.schedule import Schedule
 from autopar.ir.verify import verify_pipeline
@@ -136,11 +138,13 @@ def _chunks(staged: ChunkedGraph, context: Context) -> tuple[LoweredChunk, ...]:
     graph, candidate = staged.graph, staged.candidate
     values: dict[str, Value] = {}
     sent_names = {name for chunk in staged.chunks for name in (*chunk.receives, *chunk.sends)}
+    reached = values_with_gradients(graph)
     for call in graph.calls:
         for slot, name in enumerate(call.outputs):
             if name in sent_names:
                 block, plan = graph.block(call.block), candidate.block(call.block)
-                value = replace(block.values()[block.outputs[slot]], name=name)
+                value = block.values()[block.outputs[slot]]
+                value = replace(value, name=name, differentiable=value.differentiable and name in reached)
                 values[name] = localize_value(value, plan.outputs[slot], context)
 
     def of(names: tuple[str, ...]) -> tuple[Value, ...]:
@@ -198,9 +202,15 @@ def _placement_texts(placements: Placements, candidate: Candidate, model: bool =
 
 
 def _input_placements(graph: Graph, candidate: Candidate) -> dict[str, Placements]:
-    """Return the placement of each input of the batch at the start of the program; an input that is never read is replicated."""
-    replicated: Placements = (Replicate(),) * len(candidate.mesh.axes)
-    out = {value.name: replicated for value in graph.inputs}
+    """Return the placement of each input of the batch at the start of the program. One that nothing reads is sharded with the
+    batch, whose size on a rank it may tell."""
+    axes = candidate.mesh.names
+
+    def unread(value: Value) -> Placements:
+        batched = bool(value.shape) and has_batch(value.shape[0])
+        return tuple(Shard(0) if axis == DATA_AXIS and batched else Replicate() for axis in axes)
+
+    out = {value.name: unread(value) for value in graph.inputs}
     for call in graph.calls:
         for name, where in zip(call.inputs, candidate.block(call.block).inputs, strict=True):
             if name in out:

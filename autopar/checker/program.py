@@ -15,6 +15,7 @@ from autopar.checker.shards import MICRO, PARTIAL, Axes, NotProven, words
 from autopar.checker.text import CallsText, ProgramText, arguments_of, refuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.pipeline.stage_values import values_with_gradients
 from autopar.ir.plan import Candidate
 
 
@@ -38,6 +39,7 @@ class ProgramProof:
         calls = GraphCalls(graph, candidate)
         self.interface = ProgramInterface(text.program, graph, candidate, self.axes, calls)
         self.interface.check_mesh(mesh, self.micro_batches)
+        self.with_gradients = values_with_gradients(graph)
         self.blocks = CallsProof(text, self.interface, calls, self.axis_names, self.examples)
 
     def check(self) -> ProgramResult:
@@ -144,7 +146,7 @@ class ProgramProof:
                     each.line,
                     f"{each.name} is received as {list(shape)} {each.dtype}, and sent as {list(local.shape)} {local.dtype}",
                 )
-            if each.gradient != local.requires_grad:
+            if each.gradient not in self._gradients(found):
                 sent, needed = ("", "not ") if each.gradient else ("not ", "")
                 raise NotProven(each.line, f"{each.name}: a gradient is {sent}sent back, and {needed}needed")
             yield each.name, replace(found, tensor=replace(found.tensor, local=meta_tensor(shape, each.dtype, each.gradient)))
@@ -162,3 +164,9 @@ class ProgramProof:
                 raise refuse(item, f"{text[:60]} is no variable of the forward")
             out.append((variables[name], name != text))
         return out
+
+    def _gradients(self, sent: Passed) -> set[bool]:
+        """Whether the loss sends a gradient into a value: both where one of equal values is detached, and another is not."""
+        calls = self.interface.calls
+        names = (name for call in self.graph.calls for name in call.outputs if calls.value(name) == sent.identity)
+        return {sent.tensor.local.requires_grad and name in self.with_gradients for name in names}

@@ -99,6 +99,24 @@ def _merged(graph: Graph, needed: Sequence[Mapping[int, set[str]]]) -> tuple[Blo
     return tuple(out)
 
 
+def values_with_gradients(graph: Graph) -> frozenset[str]:
+    """The values between calls into which the loss sends a gradient.
+
+    A value that is differentiable where it is made is none of them where all that reads it detaches it, or does not reach the
+    loss: its gradient is None, which is not zeros (Adam moves a parameter whose gradient is zeros).
+    """
+    blocks = {block.name: (block, block.values()) for block in graph.blocks}
+    reached = {graph.loss}
+    for call in reversed(graph.calls):
+        block, values = blocks[call.block]
+        inner = {name for name, outer in zip(block.outputs, call.outputs, strict=True) if outer in reached}
+        for node in reversed(block.nodes):
+            if any(value.differentiable and value.name in inner for value in node.outputs):
+                inner.update(name for name in node.operands() if values[name].differentiable)
+        reached.update(outer for value, outer in zip(block.inputs, call.inputs, strict=True) if value.name in inner)
+    return frozenset(reached)
+
+
 def joined_slices(graph: Graph, several: Sequence[Sequence[BlockSlice]]) -> tuple[BlockSlice, ...]:
     """The slices that compute several values, each node once."""
     return _merged(graph, [{part.call: set(part.nodes)} for each in several for part in each])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..compat.dtensor import gathered, local_of, placed_like, replicated
+from ..compat.dtensor import gathered, local_of, over_local, placed_like, replicated
 from ..device.mesh import MeshHandle
 from ..errors import CheckpointProblem, DamagedCheckpoint, StateError
 from ..plain.optimizer_state import names_by_group
@@ -139,7 +139,7 @@ def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Describ
         for key, value in optimizer.state.get(parameter, {}).items():
             how = kept.setdefault(name, {})[key] = _how(parameter, name, key, value)
             if isinstance(value, torch.Tensor):
-                tensors[tensor_name(index, name, key)] = gathered(value) if how == WHOLE else value.detach()
+                tensors[tensor_name(index, name, key)] = gathered(_on_this_stage(value)) if how == WHOLE else value.detach()
     options = [{key: _on_cpu(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     described = {
         "class": type(optimizer).__name__,
@@ -147,6 +147,11 @@ def describe(held: HeldState, optimizer: Optimizer, index: int) -> tuple[Describ
         "state": kept,
     }
     return described, tensors
+
+
+def _on_this_stage(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as its own stage alone has it: the others save theirs, and do not come here for this one."""
+    return over_local(DTensor, value) if isinstance(value, DTensor) else value
 
 
 def _how(parameter: torch.Tensor, name: str, key: str, value: Any) -> Any:

@@ -52,9 +52,16 @@ class Heartbeat(PeerWatch):
 
     def stop_with(self, owner: object) -> None:
         """The heartbeat stops when `owner` is collected, or when Python ends."""
+        reference = weakref.ref(owner)
+
+        def stop() -> None:
+            if reference() is None:  # collected while this rank glanced at a tensor of another model: it is in no section
+                self._leave()
+            self.close()
+
         if self.finalizer is not None:
             self.finalizer.detach()
-        self.finalizer = weakref.finalize(owner, self.close)
+        self.finalizer = weakref.finalize(owner, stop)
 
     def close(self) -> None:
         """Tell the others that this rank ends, and stop the threads."""

@@ -173,3 +173,31 @@ def own_parameter(force: str) -> None:
 def test_a_parameter_of_the_model_is_an_input(force: str, ranks: RankPool) -> None:
     """It ended in an error of DTensor: the parameter is sharded."""
     ranks.run(own_parameter, force, world=2)
+
+
+class Unread(nn.Module):
+    """Takes a number of each example that nothing reads, as loaders hand out, before what it does read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, index: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def unread_input(force: str) -> None:
+    torch.manual_seed(0)
+    plain, batch = Unread().double(), (torch.arange(8), torch.randn(8, 6, dtype=torch.float64))
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:4", batch, force=force, cache=False, proof=True)
+    for model in (parallel, plain):
+        model(*batch).backward()
+    same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("force", ["dp=4,micro=2", "pp=2,dp=2,micro=2"])
+def test_an_input_that_nothing_reads(force: str, ranks: RankPool) -> None:
+    """It was whole on every rank, whose first input says how many examples a micro-batch has."""
+    ranks.run(unread_input, force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import pytest
 import torch
 from support.harness.end_to_end import prepare
 from support.harness.launch import launch
-from support.harness.rank_pool import RankError, RankPool
+from support.harness.rank_pool import RankPool
 from support.harness.training_loop import parallel_model, train
 from support.harness.training_script import Batch, on_one_process, steps
 from support.models.small_models import make
 from support.plans.pipeline_plans import candidate_text, pipeline_candidate, with_split_block
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.ir.plan import Pipeline
 from autopar.passes.lower import lower
@@ -96,16 +97,46 @@ def test_checkpoints_load_into_other_plans(ranks: RankPool, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="torch's get_state_dict finds no name for the empty tensor that such a stage gives its optimizer",
-    raises=RankError,
-    strict=True,
-)
 def test_checkpoint_of_a_stage_without_parameters(ranks: RankPool, tmp_path: Path) -> None:
     case = with_split_block(prepare("mlp", batch=16), "Main", (6,))
     each = candidate_text(case, pipeline_candidate(case, {}, Pipeline(2), 4))
     first = ranks.run(save, each, case.state, case.batch, str(tmp_path), world=2)
     assert ranks.run(resume, each, case.state, case.batch, str(tmp_path), world=2)[0][0] == pytest.approx(first[0][0], rel=1e-9)
+
+
+def factored(path: str) -> None:
+    """On a rank: rows and columns of Adafactor, whose shapes are no parameter's, saved by stages and resumed without any."""
+    import autopar
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(4))
+    x = torch.randn(8, 16, dtype=torch.float64)
+    models = [
+        autopar.parallelize(copy.deepcopy(_Stack(layers)), "local:4", (x,), force=force, cache=False)
+        for force in ("pp=2,dp=2,micro=2,zero=1", "dp=4,zero=3")
+    ]
+    optimizers = [torch.optim.Adafactor(model.parameters(), lr=1e-2) for model in models]
+    train(models[0], [{"x": x.roll(step, 0)} for step in range(2)], optimizers[0])
+    models[0].save(path, optimizers[0], step=2)
+    models[1].load(path, optimizers[1])
+    found = [train(model, [{"x": x.roll(3, 0)}], optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    for name, tensor in found[0].state.items():
+        torch.testing.assert_close(found[1].state[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+class _Stack(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def test_rows_and_columns_of_adafactor(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(factored, str(tmp_path / "step-2"))
 
 
 def full(texts: list[str], state: State, batch: Batch) -> list[float]:

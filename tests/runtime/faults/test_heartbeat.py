@@ -233,3 +233,24 @@ def test_a_lost_store_is_noticed_in_a_step_only(exits: list[int]) -> None:
     assert exits == [1]
     assert heart.problem is not None and "rank 0 does not answer, nor does the store" in heart.problem
     heart.close()
+
+
+class Owner:
+    """A model, as the heartbeat sees it."""
+
+
+def test_a_model_collected_while_its_rank_glances_is_in_no_section(exits: list[int]) -> None:
+    """A glance at a tensor is one of every model that does nothing, and Python may collect another model in it."""
+    store, owner = Store(), Owner()
+    first, second = beating(store, 0, 2), beating(store, 1, 2)
+    time.sleep(0.3)
+    first.stop_with(owner)
+    with first.watching(lambda: "a step"), second.watching(lambda: "a step"):
+        pass
+    with first.glancing("a value of a parameter"):
+        del owner
+    assert not first.thread.is_alive()
+    with second.glancing("a value of a parameter"):
+        time.sleep(0.5)
+    assert second.problem is None and not exits
+    second.close()
