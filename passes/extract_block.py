@@ -1,6 +1,6 @@
 """Extraction of some nodes of a block into a block of its own, with the matching part of the plan.
 
-Used by `split_totals` and `split_stages`.
+Used by `split_totals` and `repeated_blocks`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Shapes are local, placement conversions are operations, and all that the text sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.ir.graph import Block, Call, Graph, Node, Value
 from autopar.ir.plan import Candidate
@@ -80,9 +81,9 @@ class Lowered:
         batch: the micro-batch of one data-parallel rank, in examples.
         uneven: data ranks have shards of the batch that differ by one example, of which `batch` is the largest.
         inputs: the inputs of the batch, with local shapes.
-        total_calls: calls that run for all micro-batches before the first forward, for totals over the whole batch. Each of their
-            results is reduced over the micro-batches by the operation in `total_ops` (sum, max, min), and is then an input of the
-            program too.
+        total_calls: calls that run for all micro-batches before the first forward, for totals over the whole batch.
+        totals: results of these calls, each with the operation (sum, max, min) that reduces it over the micro-batches; they are
+            further inputs of the program.
         chunks: the model chunks of all stages in the model's order.
         schedule: the actions of each pipeline rank, communication included; None without a pipeline.
         outputs: what the program returns beside the loss.
@@ -95,7 +96,7 @@ class Lowered:
     input_placements: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     blocks: tuple[LoweredBlock, ...]
     total_calls: tuple[Call, ...] = ()
-    total_ops: tuple[str, ...] = ()
+    totals: Mapping[str, str] = field(default_factory=dict)
     chunks: tuple[LoweredChunk, ...] = ()
     schedule: Schedule | None = None
     outputs: tuple[LoweredOutput, ...] = ()

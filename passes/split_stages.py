@@ -13,16 +13,14 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Block, Call, Graph
+from autopar.ir.graph import Call, Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
-from autopar.ir.pipeline.stage_values import BlockSlice, check_chunk_borders, crossing_values, joined_slices, repeatable_values
-from autopar.ir.plan import BlockPlan, Candidate
-from autopar.passes.base import fresh_name
-from autopar.passes.extract_block import extract_block
+from autopar.ir.pipeline.stage_values import check_chunk_borders, crossing_values, repeatable_values
+from autopar.ir.plan import Candidate
+from autopar.passes.repeated_blocks import RepeatedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
             f"{wrong} cannot be repeated by every stage (it depends on more than the inputs of the batch): plan again"
         )
     crosses = crossing_values(graph, chunks, pipeline.repeated)
-    repeats = _RepeatedBlocks(graph, candidate)
+    repeats = RepeatedBlocks(graph, candidate)
     chunk_values = []
     for chunk, receives, sends in zip(chunks, ((), *crosses), (*crosses, graph.results), strict=True):
         own = {name for index in chunk for name in graph.calls[index].outputs}
@@ -69,39 +67,3 @@ def split_stages(graph: Graph, candidate: Candidate) -> ChunkedGraph:
         )
     blocks, plans = (*graph.blocks, *repeats.blocks), (*candidate.blocks, *repeats.plans)
     return ChunkedGraph(replace(graph, blocks=blocks), replace(candidate, blocks=plans), tuple(chunk_values))
-
-
-@dataclass(slots=True)
-class _RepeatedBlocks:
-    """The blocks of computations that several chunks repeat; equal ones share a block."""
-
-    graph: Graph
-    candidate: Candidate
-    blocks: list[Block] = field(default_factory=list)
-    plans: list[BlockPlan] = field(default_factory=list)
-    known: dict[tuple[str, tuple[str, ...], tuple[str, ...]], str] = field(default_factory=dict)
-
-    def repeat(self, names: set[str], several: Sequence[Sequence[BlockSlice]]) -> list[Call]:
-        """Calls that compute the `names` values."""
-        slices = joined_slices(self.graph, several)
-        needed, out = set(names), list[Call]()
-        for block_slice in reversed(slices):
-            call = self._call(block_slice, needed)
-            needed |= set(call.inputs)
-            out.append(call)
-        return out[::-1]
-
-    def _call(self, block_slice: BlockSlice, needed: set[str]) -> Call:
-        call = self.graph.calls[block_slice.call]
-        block, plan = self.graph.block(call.block), self.candidate.block(call.block)
-        slots = [slot for slot, name in enumerate(call.outputs) if name in needed]
-        results = tuple(block.outputs[slot] for slot in slots)
-        key = call.block, block_slice.nodes, results
-        names = {each.name for each in (*self.graph.blocks, *self.blocks)}
-        name = self.known.get(key) or fresh_name(f"{call.block}Repeated", names)
-        extracted = extract_block(name, block, plan, block_slice.nodes, results, [plan.outputs[slot] for slot in slots])
-        if key not in self.known:
-            self.known[key] = name
-            self.blocks.append(extracted.block)
-            self.plans.append(extracted.plan)
-        return extracted.call(call, [call.outputs[slot] for slot in slots])

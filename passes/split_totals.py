@@ -8,67 +8,120 @@ After (`count` of each micro-batch is summed over all of them, and is then an in
 
     EpilogueTotals(labels): %count = ap.count_valid(%labels)
     Epilogue(hidden, labels, count): %sum = ap.cross_entropy_sum(...); %loss = aten.div(%sum, %count)
+
+What earlier blocks compute for it (labels that are shifted before the layers, or the count itself) is computed there once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from autopar.ir.batch_totals import BatchTotal, candidate_totals
+from autopar.ir.batch_totals import candidate_totals, countable_values
 from autopar.ir.graph import Call, Graph, ancestors
-from autopar.ir.pipeline.stage_values import repeatable_values
+from autopar.ir.pipeline.stage_values import BlockSlice, repeatable_values
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
 from autopar.passes.extract_block import extract_block, produced_placements
+from autopar.passes.repeated_blocks import RepeatedBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class GraphAndTotals:
-    """A graph and its plan without the totals, the calls that compute them, and how each output of these is reduced over the
-    micro-batches (`ops`: sum, max, min). The calls' outputs are further inputs of the program."""
+    """A graph and its plan without the totals, the calls that compute them, and how each total is reduced over the micro-batches
+    (`totals`: sum, max or min, by the names of results of these calls). The totals are further inputs of the program."""
 
     graph: Graph
     candidate: Candidate
     calls: tuple[Call, ...] = ()
-    ops: tuple[str, ...] = ()
+    totals: Mapping[str, str] = field(default_factory=dict)
 
 
 def split_totals(graph: Graph, candidate: Candidate) -> GraphAndTotals:
     """Split off the totals; nothing changes for one micro-batch. PlanError where the batch cannot be split in micro-batches."""
     totals = candidate_totals(graph, candidate) if candidate.micro_batches > 1 else ()
-    split = GraphAndTotals(graph, candidate)
+    if not totals:
+        return GraphAndTotals(graph, candidate)
+    used_names = {value.name for value in graph.inputs} | {value for call in graph.calls for value in call.outputs}
+    calls = _TotalCalls(RepeatedBlocks(graph, candidate), countable_values(graph), used_names)
+    split = graph, candidate
     for name in dict.fromkeys(total.block for total in totals):
-        split = _split_block(split, name, [total for total in totals if total.block == name])
-    return _without_repeated_rests(split) if totals else split
+        split = _split_block(*split, name, {total.value: total.op for total in totals if total.block == name}, calls)
+    graph, candidate = split
+    graph = replace(graph, blocks=(*graph.blocks, *calls.earlier.blocks))
+    candidate = replace(candidate, blocks=(*candidate.blocks, *calls.earlier.plans))
+    return GraphAndTotals(graph, _without_repeated_rests(graph, candidate), tuple(calls.calls), calls.totals)
 
 
-def _without_repeated_rests(split: GraphAndTotals) -> GraphAndTotals:
-    """Return the same without values that stages were to repeat, and of which what is left knows no number of examples: they are
+def _without_repeated_rests(graph: Graph, candidate: Candidate) -> Candidate:
+    """Return the plan without values that stages were to repeat, and of which what is left knows no number of examples: they are
     sent."""
-    repeatable, pipeline = repeatable_values(split.graph), split.candidate.pipeline
+    repeatable, pipeline = repeatable_values(graph), candidate.pipeline
     repeated = tuple(name for name in pipeline.repeated if name in repeatable)
-    return replace(split, candidate=replace(split.candidate, pipeline=replace(pipeline, repeated=repeated)))
+    return replace(candidate, pipeline=replace(pipeline, repeated=repeated))
 
 
-def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchTotal]) -> GraphAndTotals:
-    graph, plan = split.graph, split.candidate.block(name)
-    block = graph.block(name)
-    totals = {total.value for total in block_totals}
-    produced_at = produced_placements(block, plan)
-    values = block.values()
-    placements = tuple(produced_at[total.value] for total in block_totals)
+@dataclass(slots=True)
+class _TotalCalls:
+    """The calls of totals, and before them those of the earlier values that they read; equal ones are one."""
+
+    earlier: RepeatedBlocks
+    slices: Mapping[str, Sequence[BlockSlice]]
+    used_names: set[str]
+    calls: dict[Call, None] = field(default_factory=dict)
+    totals: dict[str, str] = field(default_factory=dict)
+    known: dict[Call | str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of_block(self, call: Call, ops: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the names of the totals that a call, without outputs yet, of a block of totals computes."""
+        if call not in self.known:
+            self._add(self._earlier_calls(name for name in call.inputs if name in self.slices))
+            self.known[call] = self._new(ops)
+            self._add([replace(call, outputs=self.known[call])])
+        return self.known[call]
+
+    def of_value(self, name: str, op: str) -> str:
+        """Return the name of the total that a value between calls is."""
+        if name not in self.known:
+            *before, last = self._earlier_calls([name])
+            self._add(before)
+            self.known[name] = self._new({name: op})
+            self._add([replace(last, outputs=self.known[name])])
+        return self.known[name][0]
+
+    def _earlier_calls(self, names: Iterable[str]) -> list[Call]:
+        wanted = sorted(names)
+        return self.earlier.repeat(wanted, [self.slices[name] for name in wanted])
+
+    def _add(self, calls: Iterable[Call]) -> None:
+        self.calls.update(dict.fromkeys(calls))
+
+    def _new(self, ops: Mapping[str, str]) -> tuple[str, ...]:
+        names = tuple(fresh_name(total, self.used_names) for total in ops)
+        self.totals.update(zip(names, ops.values(), strict=True))
+        return names
+
+
+def _split_block(
+    graph: Graph, candidate: Candidate, name: str, ops: Mapping[str, str], total_calls: _TotalCalls
+) -> tuple[Graph, Candidate]:
+    """Return the graph and its plan with a block whose totals (by name, with how each is reduced) are inputs."""
+    block, plan = graph.block(name), candidate.block(name)
+    handed = {value.name: ops[value.name] for value in block.inputs if value.name in ops}
+    totals = {total: op for total, op in ops.items() if total not in handed}
+    values, produced_at = block.values(), produced_placements(block, plan)
+    placements = tuple(produced_at[total] for total in totals)
     extracted = extract_block(
         fresh_name(f"{name}Totals", {each.name for each in graph.blocks}),
         block,
         plan,
         [node.name for node in ancestors(block.nodes, totals)],
-        [total.value for total in block_totals],
+        tuple(totals),
         placements,
     )
     remaining = replace(
         block,
-        inputs=(*block.inputs, *(values[total.value] for total in block_totals)),
+        inputs=(*block.inputs, *(values[total] for total in totals)),
         nodes=tuple(node for node in block.nodes if not any(value.name in totals for value in node.outputs)),
     )
     remaining_nodes = {node.name for node in remaining.nodes}
@@ -78,29 +131,18 @@ def _split_block(split: GraphAndTotals, name: str, block_totals: Sequence[BatchT
         nodes=tuple(node for node in plan.nodes if node.node in remaining_nodes),
         recompute_nodes=tuple(node for node in plan.recompute_nodes if node in remaining_nodes),
     )
-    calls = (*graph.calls, *split.calls)
-    used_names = {value.name for value in graph.inputs} | {value for call in calls for value in call.outputs}
-    total_calls: dict[tuple[tuple[str, ...], tuple[str, ...]], Call] = {}  # one for calls whose totals are the same
 
     def with_totals(call: Call) -> Call:
-        alone = extracted.call(call, ())
-        key = alone.inputs, alone.parameters
-        if key not in total_calls:
-            names = tuple(fresh_name(total.value, used_names) for total in block_totals)
-            total_calls[key] = replace(alone, outputs=names)
-        return replace(call, inputs=(*call.inputs, *total_calls[key].outputs))
+        inputs = tuple(
+            total_calls.of_value(outer, handed[value.name]) if value.name in handed else outer
+            for value, outer in zip(block.inputs, call.inputs, strict=True)
+        )
+        further = total_calls.of_block(extracted.call(call, ()), totals) if totals else ()
+        return replace(call, inputs=(*inputs, *further))
 
-    graph_calls = tuple(with_totals(each) if each.block == name else each for each in graph.calls)
-    return GraphAndTotals(
-        replace(
-            graph,
-            blocks=(*(remaining if each.name == name else each for each in graph.blocks), extracted.block),
-            calls=graph_calls,
-        ),
-        replace(
-            split.candidate,
-            blocks=(*(remaining_plan if each.block == name else each for each in split.candidate.blocks), extracted.plan),
-        ),
-        (*split.calls, *total_calls.values()),
-        (*split.ops, *(total.op for _ in total_calls for total in block_totals)),
-    )
+    calls = tuple(with_totals(each) if each.block == name else each for each in graph.calls)
+    blocks = [remaining if each.name == name else each for each in graph.blocks]
+    plans = [remaining_plan if each.block == name else each for each in candidate.blocks]
+    if totals:
+        blocks, plans = [*blocks, extracted.block], [*plans, extracted.plan]
+    return replace(graph, blocks=tuple(blocks), calls=calls), replace(candidate, blocks=tuple(plans))

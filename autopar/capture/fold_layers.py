@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from autopar.capture.flat import FlatGraph, rename_operands
 from autopar.capture.layers import Span, Spans, called_repeatedly, layer_lists, without_marks
 from autopar.capture.tracing.trace import Traced
-from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, draws_masks, lacks_batch
+from autopar.ir.graph import Block, Call, Graph, Node, Parameter, batch_input, lacks_batch
 from autopar.ir.interface import Output
 from autopar.ir.plan_file.codec import graph_fingerprint
 from autopar.operations.table import operation, operations
@@ -25,7 +25,6 @@ from autopar.operations.table import operation, operations
 def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
     """The graph of `flat` with equal layers folded."""
     layers = layer_lists(model) | called_repeatedly(model, flat.nodes)
-    flat = replace(flat, nodes=with_late_inputs(flat, layers))
     blocks: dict[tuple[str, bool], Block] = {}
     names_taken: dict[str, int] = {}
     calls: list[Call] = []
@@ -65,40 +64,6 @@ def fold(model: nn.Module, flat: FlatGraph, traced: Traced) -> Graph:
         interface=traced.interface,
     )
     return replace(graph, fingerprint=graph_fingerprint(graph))
-
-
-def with_late_inputs(flat: FlatGraph, layers: Collection[str]) -> tuple[Node, ...]:
-    """Move what inputs and constants alone determine and what is read after the last layer alone (``ids[:, 1:]``, weights of
-    classes) to where it is read: the block of the loss computes it then, of each micro-batch, on the last stage of a pipeline."""
-    nodes = flat.nodes
-    paths = [without_marks(node.module) for node in nodes]
-    inside = [at for at, path in enumerate(paths) if any(path == layer or path.startswith(f"{layer}.") for layer in layers)]
-    last = max(inside, default=-1)
-    known = {value.name for value in flat.inputs}
-    for node in nodes[: last + 1]:
-        alone = known.issuperset(node.operands()) and not node.module and not draws_masks(node)
-        if alone and len(node.outputs) == 1 and not node.outputs[0].differentiable:
-            known.add(node.outputs[0].name)
-    waiting: dict[str, Node] = {}
-    early = set[str]()
-    for node in reversed(nodes[: last + 1]):
-        if node.outputs[0].name in known - early:
-            waiting[node.outputs[0].name] = node
-        else:
-            early.update(node.operands())
-    late = {id(node) for node in waiting.values()}
-    out: list[Node] = []
-
-    def add(node: Node) -> None:
-        for name in node.operands():
-            if name in waiting:
-                add(waiting.pop(name))
-        out.append(node)
-
-    for node in nodes:
-        if id(node) not in late:
-            add(node)
-    return (*out, *reversed(waiting.values()))
 
 
 def glue_name(index: int, total: int) -> str:

@@ -9,20 +9,22 @@ needs the whole batch (batch norm, contrastive losses) forces one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.dims import has_batch
-from autopar.ir.graph import Block, Graph, Node, Value, ancestors, draws_masks
+from autopar.ir.graph import Block, Graph, Node, Value, ancestors, draws_masks, lacks_batch
 from autopar.ir.mesh import DATA_AXIS
+from autopar.ir.pipeline.stage_values import BlockSlice, repeatable_values
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
 from autopar.ir.plan import BlockPlan, Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTotal:
-    """A value of a block that is a reduction (`op`: sum, max, min) over the whole batch and that inputs and buffers determine."""
+    """A value of a block, or an input of it, that is a reduction (`op`: sum, max, min) over the whole batch, and that the model's
+    inputs and buffers determine."""
 
     block: str
     value: str
@@ -84,6 +86,12 @@ def why_one_graph(graph: Graph) -> str:
     return ""
 
 
+def countable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
+    """Return the values between calls that may be computed before the micro-batches run, and the nodes of each call that compute
+    them: inputs and buffers determine them."""
+    return repeatable_values(graph, parameters=False)
+
+
 def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) -> tuple[BatchTotal, ...]:
     """Return what must be computed for the whole batch before its micro-batches run. PlanError, which names the operation, where
     micro-batches cannot give the loss and the gradients of the whole batch."""
@@ -91,7 +99,8 @@ def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) ->
         raise PlanError(f"{why_fixed(graph)}: it takes one micro-batch")
     if reason := why_one_graph(graph):
         raise PlanError(f"{reason}: it takes one micro-batch")
-    given = {value.name for value in graph.inputs}
+    earlier = countable_values(graph)
+    given = {value.name for value in graph.inputs} | earlier.keys()
     batched = {value.name for value in graph.inputs if value.shape and has_batch(value.shape[0])}
     out: list[BatchTotal] = []
     for block in graph.blocks:
@@ -107,6 +116,7 @@ def batch_totals(graph: Graph, along: Callable[[Block], BatchAxisPlacements]) ->
         known = {name for name, graph_names in inputs.items() if graph_names <= given}
         known |= {each.value.name for each in block.parameters if each.buffer}  # constants: what writes buffers is refused below
         out += _of_block(graph, block, at, known, graph.loss in ends)
+    _check_not_nested(graph, out, earlier)
     return tuple(out)
 
 
@@ -140,11 +150,35 @@ def _of_block(graph: Graph, block: Block, at: BatchAxisPlacements, known: set[st
         else:
             maker = next((each for each in block.nodes if any(value.name == name for value in each.outputs)), None)
             raise PlanError(f"{block.name} needs {_named(name, maker, node)} of the whole batch: it takes one micro-batch")
-    if found and _nested(block, found):
-        makers = {value.name: node for node in block.nodes for value in node.outputs}
-        several = ", ".join(_named(name, makers.get(name)) for name in found)
-        raise PlanError(f"{block.name} needs {several} of the whole batch: it takes one micro-batch")
     return list(found.values())
+
+
+def _check_not_nested(graph: Graph, totals: Sequence[BatchTotal], earlier: Mapping[str, tuple[BlockSlice, ...]]) -> None:
+    """Raise a PlanError where a total depends on another one, which would have to be reduced before it."""
+    known = {(total.block, total.value) for total in totals}
+    for total in totals:
+        block = graph.block(total.block)
+        nodes = ancestors(block.nodes, {total.value})
+        read = {total.value, *(operand for node in nodes for operand in node.operands())}
+        operands = {(block.name, operand) for node in nodes for operand in node.operands()}
+        for call in (call for call in graph.calls if call.block == block.name):
+            for outer in (outer for value, outer in zip(block.inputs, call.inputs, strict=True) if value.name in read):
+                operands |= _operands(graph, earlier.get(outer, ()))
+        if operands & known:
+            maker = nodes[-1] if nodes else None
+            raise PlanError(
+                f"{block.name} needs {_named(total.value, maker)}, which depends on another total, of the whole batch: it takes "
+                "one micro-batch"
+            )
+
+
+def _operands(graph: Graph, slices: Sequence[BlockSlice]) -> set[tuple[str, str]]:
+    """Return what the nodes of slices read, each with its block."""
+    out = set[tuple[str, str]]()
+    for part in slices:
+        block = graph.block(graph.calls[part.call].block)
+        out |= {(block.name, operand) for node in block.nodes if node.name in part.nodes for operand in node.operands()}
+    return out
 
 
 def _named(name: str, maker: Node | None, reader: Node | None = None) -> str:
@@ -173,20 +207,13 @@ def _alike(have: Placement, need: Placement, value: Value) -> bool:
 
 
 def _determined(block: Block, name: str, known: set[str]) -> bool:
-    """Return whether the inputs of the batch and constants alone determine the value (no parameters, no random numbers)."""
+    """Return whether the inputs of the batch and constants alone determine the value (no parameters, no random numbers), and its
+    number of examples."""
     nodes = ancestors(block.nodes, {name})
     made = {value.name for node in nodes for value in node.outputs}
-    read = {operand for node in nodes for operand in node.operands()} - made
-    return bool(nodes) and read <= known and not any(map(draws_masks, nodes))
-
-
-def _nested(block: Block, found: Mapping[str, BatchTotal]) -> bool:
-    return any(
-        value.name in found and value.name != name
-        for name in found
-        for node in ancestors(block.nodes, {name})
-        for value in node.outputs
-    )
+    read = {name, *(operand for node in nodes for operand in node.operands())} - made
+    inputs = [value for value in block.inputs if value.name in read]
+    return read <= known and not any(map(draws_masks, nodes)) and not lacks_batch(nodes, inputs)
 
 
 def planned_placements(block: Block, plan: BlockPlan, axis: int) -> BatchAxisPlacements:

@@ -42,7 +42,7 @@ def write_totals(lowered: Lowered, names: dict[str, str], writer: CallsWriter) -
         writer.write_call(call)
     body = tuple(writer.forward_lines)
     writer.forward_lines.clear()
-    return Totals(tuple(names[name] for call in lowered.total_calls for name in call.outputs), lowered.total_ops, body)
+    return Totals(tuple(names[name] for name in lowered.totals), tuple(lowered.totals.values()), body)
 
 
 def program_attributes(lowered: Lowered, totals: Totals) -> list[str]:

@@ -33,14 +33,14 @@ def crossing_values(graph: Graph, chunks: Sequence[Sequence[int]], repeated: Seq
     return tuple(out)
 
 
-def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
+def repeatable_values(graph: Graph, *, parameters: bool = True) -> Mapping[str, tuple[BlockSlice, ...]]:
     """Values between calls that every chunk can compute for itself, and the nodes of each call that compute them, in order.
 
-    They carry no gradient, and inputs of the batch, constant buffers and frozen parameters determine them without random numbers;
-    their sizes too: where nothing that the nodes of a call read has the batch, a number of examples would be the plan's.
-    Where all parameters are frozen, none is repeated: each chunk would be all those before it.
+    They carry no gradient, and inputs of the batch, constant buffers and (with `parameters`) frozen parameters determine them
+    without random numbers; their sizes too: where nothing that the nodes of a call read has the batch, a number of examples would
+    be the plan's. Where all parameters are frozen, none is repeated: each chunk would be all those before it.
     """
-    repeats_frozen = not graph.forward_only
+    repeats_frozen = parameters and not graph.forward_only
     blocks = {block.name: block for block in graph.blocks}
     values = {block.name: block.values() for block in graph.blocks}
     written = written_buffers(graph)
@@ -64,7 +64,7 @@ def repeatable_values(graph: Graph) -> Mapping[str, tuple[BlockSlice, ...]]:
         if values[call.block][inner].differentiable:
             return None
         nodes = ancestors(block.nodes, {inner})
-        if any(map(draws_masks, nodes)):
+        if not nodes or any(map(draws_masks, nodes)):  # handed on: it is another value
             return None
         out = {index: {node.name for node in nodes}} if nodes else {}
         read = {inner, *(operand for node in nodes for operand in node.operands())}

@@ -1,5 +1,5 @@
 """The least durations and bytes of the calls of some chunks of a pipeline, as terms of the linear program of
-`pipeline.stage_program`."""
+`pipeline.schedule_bound`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Axis
 from autopar.solve.bounds.block_relaxation import relax_blocks
 from autopar.solve.bounds.flow_bound import FlowRelaxation, operation_bound
-from autopar.solve.pipeline.stage_program import ScheduleDetail
+from autopar.solve.pipeline.schedule_bound import ScheduleDetail
 from autopar.solve.pipeline.stage_relaxation import (
     RelaxedCalls,
     StageRelaxation,

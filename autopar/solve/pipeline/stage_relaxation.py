@@ -2,7 +2,7 @@
 the search looks at.
 
 First for all schedules at once: a stage waits for the calls before it, and holds one micro-batch (`bounds.memory_bound`). Then
-for each schedule by a linear program of its own (`stage_program`); the least of these is the bound of the point.
+for each schedule by a linear program of its own (`schedule_bound`); the least of these is the bound of the point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.solve.bounds.call_state import call_states, undominated
 from autopar.solve.bounds.cut_transfers import stage_transfers
 from autopar.solve.bounds.memory_bound import PipelineShape, memory_bound
 from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
-from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
+from autopar.solve.pipeline.schedule_bound import ScheduleDetail, schedule_bound
 from autopar.solve.problem.boundary import Slot
 from autopar.solve.problem.problem import BlockTable, Problem, with_zero_group
 from autopar.solve.space.grid import GridPoint

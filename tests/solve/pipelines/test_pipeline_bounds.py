@@ -33,9 +33,9 @@ from autopar.solve.bounds.stage_calls import BlockCalls, StageLimits
 from autopar.solve.ilp.linear_model import Outcome, Status
 from autopar.solve.ilp.solver import solve
 from autopar.solve.ilp.solver_call import SolverName
-from autopar.solve.pipeline import pipeline_bounds, stage_program
+from autopar.solve.pipeline import pipeline_bounds
 from autopar.solve.pipeline.pipeline_bounds import ScheduleReport
-from autopar.solve.pipeline.stage_program import ScheduleDetail, schedule_bound
+from autopar.solve.pipeline.schedule_bound import ScheduleDetail, schedule_bound
 from autopar.solve.pipeline.stage_relaxation import StageRelaxation, relaxed_calls, with_traded_lines
 from autopar.solve.problem.problem import Problem
 from autopar.solve.search_state import SearchPoint
@@ -371,6 +371,6 @@ def test_a_clock_that_glop_does_not_solve_is_bounded_by_highs(monkeypatch: pytes
             return Outcome(Status.TIMEOUT, (), inf, -inf)
         return solve(model, solver=solver, relaxed=relaxed)
 
-    monkeypatch.setattr(stage_program, "solve", imprecise)
+    monkeypatch.setattr("autopar.solve.pipeline.schedule_bound.solve", imprecise)
     assert search.schedule_bound((point,), option, ScheduleDetail.CLOCK, inf)[1] == pytest.approx(expected, rel=1e-6)
     assert names == ["glop", "highs"]
