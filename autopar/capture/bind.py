@@ -96,7 +96,8 @@ def bind_inputs(
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         given_as = f"dict({next(iter(signature.parameters), TARGET)}=..., {TARGET}=...)"
-        remedy = "" if loss_fn is None else f"; loss_fn takes the model's result and what the batch has as {TARGET}: {given_as}"
+        of_loss = f"; loss_fn takes the model's result and what the batch has as {TARGET}, which may be a tuple: {given_as}"
+        remedy = "" if loss_fn is None else of_loss
         raise CaptureError(f"the inputs do not fit {name}.forward{signature}: {error}{remedy}") from None
     given: dict[str, Any] = {}
     for argument, value in bound.arguments.items():

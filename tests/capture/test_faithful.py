@@ -256,13 +256,26 @@ def test_a_loss_of_its_own_is_put_in() -> None:
         capture(nn.Linear(4, 4), (torch.randn(6, 4), torch.randn(6, 4)), loss_fn=learned[1])
 
 
+def test_a_loss_of_three_arguments_says_how_two_are_enough() -> None:
+    """Distillation: labels and the teacher's result."""
+
+    def distill(result: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
+        return (result - labels).square().mean() + (result - teacher).square().mean()
+
+    x, y, teacher = torch.randn(3, 6, 4).unbind()
+    for batch in ((x, y, teacher), (x, (y, teacher))):
+        with pytest.raises(CaptureError, match=r"distill\(.*teacher.*\) -> .* target: let it take these two, with a tuple"):
+            capture(nn.Linear(4, 4), batch, loss_fn=distill)
+    capture(nn.Linear(4, 4), (x, (y, teacher)), loss_fn=lambda result, target: distill(result, *target))
+
+
 def test_a_loss_beside_an_optional_argument_says_how_it_is_passed() -> None:
     class Optional(nn.Linear):
         def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:  # type: ignore[override]
             return super().forward(x if y is None else x + y)
 
     batch = torch.randn(6, 4), torch.randn(6, 4)
-    with pytest.raises(CaptureError, match=r"'target'; loss_fn takes .* as target: dict\(x=\.\.\., target=\.\.\.\)$"):
+    with pytest.raises(CaptureError, match=r"'target'; loss_fn takes .* as target, .*: dict\(x=\.\.\., target=\.\.\.\)$"):
         capture(Optional(4, 4), batch, loss_fn=nn.functional.mse_loss)
     capture(Optional(4, 4), (), {"x": batch[0], "target": batch[1]}, loss_fn=nn.functional.mse_loss)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,9 +107,21 @@ class LossOnly(nn.Module):
         return {name: x for name, x in batch.items() if x.dim() and tensors[name].shape[0] == size}
 
 
-def refuse_parameters(loss_fn: LossFunction | None) -> None:
-    """CaptureError where the loss function has a state of its own."""
+def check_loss_function(loss_fn: LossFunction | None) -> None:
+    """CaptureError where the loss function has a state of its own, or takes other arguments than the result and a target."""
+    if loss_fn is None:
+        return
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(f"loss_fn: {name} has parameters, which nobody would train: make it part of the model")
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # a builtin function
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
         raise CaptureError(
-            f"loss_fn: {type(loss_fn).__name__} has parameters, which nobody would train: make it part of the model"
-        )
+            f"loss_fn: {name}{signature} is called with the model's result and {TARGET}: let it take these two, with a tuple for "
+            f"several ({TARGET}=(labels, weights))"
+        ) from None

@@ -40,7 +40,7 @@ from autopar.capture.tracing.fake_copy import device_of, fake_tensors, refuse_un
 from autopar.capture.tracing.flex import flex_as_operations
 from autopar.capture.tracing.guards import Refusals, custom_functions, mark_no_grad, number_lines, refuse_complex, refuse_hooks
 from autopar.capture.tracing.layer_span import join_layers
-from autopar.capture.tracing.loss_only import LossOnly, ResultForm, refuse_parameters
+from autopar.capture.tracing.loss_only import LossOnly, ResultForm, check_loss_function
 from autopar.errors import CaptureError
 from autopar.ir.interface import Interface
 from autopar.ops.opaque import opaque_modules
@@ -96,7 +96,7 @@ def trace(
     refuse_hooks(model)
     refuse_uninitialized(model)
     refuse_complex(model)
-    refuse_parameters(options.loss_fn)
+    check_loss_function(options.loss_fn)
     bound = bind_inputs(model, args, kwargs, loss_fn=options.loss_fn, batch_dim=options.batch_dim)
     tensors, batch = bound.tensors, batch_of(bound.tensors)
     dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None

@@ -145,7 +145,7 @@ def _check(graph: Graph, cluster: Cluster, chunks: int, force: Mapping[str, int]
     if chunks > len(graph.calls):
         written = min(graph.updated_buffers(), default="")
         where = f" (none ends between the write of the buffer {written} and what reads it)" if written else ""
-        remedy = "take fewer stages"
+        remedy = "take fewer stages, or make each layer a module of an nn.ModuleList"
         if not any(parameter.trainable for parameter in graph.parameters().values()):
             where = f"{where} (all of it is frozen, and blocks end inside of a layer only where gradients go)"
             remedy += ", or plan it unfrozen and call parallel.requires_grad_(False) afterwards"
