@@ -20,7 +20,7 @@ from autopar.ir.graph import Call, Graph
 from autopar.ir.pipeline.chunk_calls import chunk_calls
 from autopar.ir.pipeline.stage_values import check_chunk_borders, crossing_values, repeatable_values
 from autopar.ir.plan import Candidate
-from autopar.passes.repeated_blocks import RepeatedBlocks
+from autopar.passes.extract_block import RepeatedBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from autopar.ir.graph import Call, Graph, ancestors
 from autopar.ir.pipeline.stage_values import BlockSlice, repeatable_values
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
-from autopar.passes.extract_block import extract_block, produced_placements
-from autopar.passes.repeated_blocks import RepeatedBlocks
+from autopar.passes.extract_block import RepeatedBlocks, extract_block, produced_placements
 
 
 @dataclass(frozen=True, slots=True)
