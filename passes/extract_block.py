@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Block, Call, Graph
+from autopar.ir.graph import Block, Call, Graph, batch_input, lacks_batch
 from autopar.ir.pipeline.stage_values import BlockSlice, joined_slices
 from autopar.ir.placement import Placements
 from autopar.ir.plan import BlockPlan, Candidate
@@ -41,10 +41,13 @@ def produced_placements(block: Block, plan: BlockPlan) -> dict[str, Placements]:
 def extract_block(
     name: str, block: Block, plan: BlockPlan, nodes: Sequence[str], outputs: Sequence[str], placements: Sequence[Placements]
 ) -> SubBlock:
-    """Return the block `name` of these `nodes` (by first output), which returns `outputs` in these `placements`."""
+    """Return the block `name` of these `nodes` (by first output), which returns `outputs` in these `placements`. Where its sizes
+    depend on the number of examples, and nothing that it reads tells that, it takes an input that does."""
     chosen = set(nodes)
     extracted = tuple(node for node in block.nodes if node.name in chosen)
     read = {operand for node in extracted for operand in node.operands()} | set(outputs)
+    if lacks_batch(extracted, [value for value in block.inputs if value.name in read]):
+        read |= {value.name for value in batch_input(block.inputs)}
     inputs = tuple(index for index, value in enumerate(block.inputs) if value.name in read)
     parameters = tuple(index for index, parameter in enumerate(block.parameters) if parameter.value.name in read)
     produced = {value.name for node in extracted for value in node.outputs}

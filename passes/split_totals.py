@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.batch_totals import candidate_totals, countable_values
-from autopar.ir.graph import Call, Graph, ancestors
+from autopar.ir.batch_totals import candidate_totals, countable_values, planned_placements
+from autopar.ir.graph import Call, Graph, Node, Ref, ancestors, map_arguments
+from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.pipeline.stage_values import BlockSlice, repeatable_values
+from autopar.ir.placement import Partial, Placement
 from autopar.ir.plan import Candidate
 from autopar.passes.base import fresh_name
 from autopar.passes.extract_block import RepeatedBlocks, extract_block, produced_placements
@@ -104,44 +106,67 @@ class _TotalCalls:
 def _split_block(
     graph: Graph, candidate: Candidate, name: str, ops: Mapping[str, str], total_calls: _TotalCalls
 ) -> tuple[Graph, Candidate]:
-    """Return the graph and its plan with a block whose totals (by name, with how each is reduced) are inputs."""
+    """Return the graph and its plan with a block whose totals (by name, with how each is reduced) are inputs. What a use adds to
+    a sum (``(losses.sum() + 0.1 * count) / count``) is each micro-batch's own value there, beside the total."""
     block, plan = graph.block(name), candidate.block(name)
-    handed = {value.name: ops[value.name] for value in block.inputs if value.name in ops}
-    totals = {total: op for total, op in ops.items() if total not in handed}
-    values, produced_at = block.values(), produced_placements(block, plan)
-    placements = tuple(produced_at[total] for total in totals)
+    values, at = block.values(), planned_placements(block, plan, candidate.mesh.index(DATA_AXIS))
+    added = {name for name, where, _ in at.uses(block) if name in ops and isinstance(where, Partial)}
+    taken = set(values)
+    read_as = {total: fresh_name(f"{total}_total", taken) if total in added else total for total in ops}
+    positions = {value.name: index for index, value in enumerate(block.inputs)}
+    own = {total: op for total, op in ops.items() if total not in positions}
+    further = [*own, *(total for total in ops if total in positions and total in added)]
+    produced_at = produced_placements(block, plan) | dict(zip(positions, plan.inputs, strict=True))
     extracted = extract_block(
         fresh_name(f"{name}Totals", {each.name for each in graph.blocks}),
         block,
         plan,
-        [node.name for node in ancestors(block.nodes, totals)],
-        tuple(totals),
-        placements,
+        [node.name for node in ancestors(block.nodes, own)],
+        tuple(own),
+        [produced_at[total] for total in own],
     )
     remaining = replace(
         block,
-        inputs=(*block.inputs, *(values[total] for total in totals)),
-        nodes=tuple(node for node in block.nodes if not any(value.name in totals for value in node.outputs)),
+        inputs=(*block.inputs, *(replace(values[total], name=read_as[total]) for total in further)),
+        nodes=tuple(
+            _reading(node, at.operands[node.name], read_as)
+            for node in block.nodes
+            if not any(value.name in own and value.name not in added for value in node.outputs)
+        ),
+        outputs=tuple(_read(each, where, read_as) for each, where in zip(block.outputs, at.outputs, strict=True)),
     )
     remaining_nodes = {node.name for node in remaining.nodes}
+    of_totals = (replace(each, value=read_as[each.value]) for each in plan.conversions if each.value in added)
     remaining_plan = replace(
         plan,
-        inputs=(*plan.inputs, *placements),
+        inputs=(*plan.inputs, *(produced_at[total] for total in further)),
         nodes=tuple(node for node in plan.nodes if node.node in remaining_nodes),
+        conversions=(*plan.conversions, *of_totals),
         recompute_nodes=tuple(node for node in plan.recompute_nodes if node in remaining_nodes),
     )
 
     def with_totals(call: Call) -> Call:
-        inputs = tuple(
-            total_calls.of_value(outer, handed[value.name]) if value.name in handed else outer
+        names = dict(zip(own, total_calls.of_block(extracted.call(call, ()), own) if own else (), strict=True))
+        names |= {total: total_calls.of_value(call.inputs[positions[total]], ops[total]) for total in ops if total in positions}
+        inputs = [
+            names[value.name] if value.name in names and value.name not in added else outer
             for value, outer in zip(block.inputs, call.inputs, strict=True)
-        )
-        further = total_calls.of_block(extracted.call(call, ()), totals) if totals else ()
-        return replace(call, inputs=(*inputs, *further))
+        ]
+        return replace(call, inputs=(*inputs, *(names[total] for total in further)))
 
     calls = tuple(with_totals(each) if each.block == name else each for each in graph.calls)
     blocks = [remaining if each.name == name else each for each in graph.blocks]
     plans = [remaining_plan if each.block == name else each for each in candidate.blocks]
-    if totals:
+    if own:
         blocks, plans = [*blocks, extracted.block], [*plans, extracted.plan]
     return replace(graph, blocks=tuple(blocks), calls=calls), replace(candidate, blocks=tuple(plans))
+
+
+def _read(name: str, where: Placement, read_as: Mapping[str, str]) -> str:
+    return name if isinstance(where, Partial) else read_as.get(name, name)
+
+
+def _reading(node: Node, operands: Sequence[Placement], read_as: Mapping[str, str]) -> Node:
+    """Return a node that reads totals by their names, but for those that it adds to a sum."""
+    places = iter(operands)
+    return map_arguments(lambda leaf: Ref(_read(leaf.name, next(places), read_as)) if isinstance(leaf, Ref) else leaf, node)

@@ -178,15 +178,16 @@ class GraphCalls:
 
     def arguments(self, number: int, call: Call, given: Sequence[Identity]) -> list[str]:
         """The inputs of the block that the arguments are."""
-        block, out, free = self.block(call.block), list[str](), list(range(len(call.inputs)))
+        block, out, free = self.block(call.block), list[str](), set(range(len(call.inputs)))
         for each in given:
             if each[0] == number or self._is_equal_total(each, call):  # which the block has computed before
                 out.append(each[1])
                 continue
-            found = next((k for k in free if self.value(call.inputs[k]) == each), None)
-            if found is None:
+            same = [k for k in range(len(call.inputs)) if self.value(call.inputs[k]) == each]
+            if not same:
                 raise NotProven(0, f"the model does not pass {each[1]} to {call.block} at {call.prefix or 'its top'}")
-            free.remove(found)
+            found = next((k for k in same if k in free), same[0])  # a value and its total are one value of the model
+            free.discard(found)
             out.append(block.name(block.block.inputs[found].name))
         return out
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.dims import has_batch
-from autopar.ir.graph import Block, Graph, Node, Value, ancestors, draws_masks, lacks_batch
+from autopar.ir.graph import Block, Graph, Node, Value, ancestors, batch_input, draws_masks, lacks_batch
 from autopar.ir.mesh import DATA_AXIS
 from autopar.ir.pipeline.stage_values import BlockSlice, repeatable_values
 from autopar.ir.placement import Invariant, Partial, Placement, Replicate, Shard
@@ -212,8 +212,9 @@ def _determined(block: Block, name: str, known: set[str]) -> bool:
     nodes = ancestors(block.nodes, {name})
     made = {value.name for node in nodes for value in node.outputs}
     read = {name, *(operand for node in nodes for operand in node.operands())} - made
-    inputs = [value for value in block.inputs if value.name in read]
-    return read <= known and not any(map(draws_masks, nodes)) and not lacks_batch(nodes, inputs)
+    if lacks_batch(nodes, [value for value in block.inputs if value.name in read]):
+        read |= {value.name for value in batch_input(block.inputs)}  # as `extract_block` does
+    return read <= known and not any(map(draws_masks, nodes))
 
 
 def planned_placements(block: Block, plan: BlockPlan, axis: int) -> BatchAxisPlacements:

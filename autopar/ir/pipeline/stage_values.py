@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, ancestors, draws_masks, lacks_batch
+from autopar.ir.graph import Graph, ancestors, batch_input, draws_masks, lacks_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def repeatable_values(graph: Graph, *, parameters: bool = True) -> Mapping[str, 
     """Values between calls that every chunk can compute for itself, and the nodes of each call that compute them, in order.
 
     They carry no gradient, and inputs of the batch, constant buffers and (with `parameters`) frozen parameters determine them
-    without random numbers; their sizes too: where nothing that the nodes of a call read has the batch, a number of examples would
-    be the plan's. Where all parameters are frozen, none is repeated: each chunk would be all those before it.
+    without random numbers; their sizes too. Where all parameters are frozen, none is repeated: each chunk would be all those
+    before it.
     """
     repeats_frozen = parameters and not graph.forward_only
     blocks = {block.name: block for block in graph.blocks}
@@ -66,10 +66,10 @@ def repeatable_values(graph: Graph, *, parameters: bool = True) -> Mapping[str, 
         nodes = ancestors(block.nodes, {inner})
         if not nodes or any(map(draws_masks, nodes)):  # handed on: it is another value
             return None
-        out = {index: {node.name for node in nodes}} if nodes else {}
+        out = {index: {node.name for node in nodes}}
         read = {inner, *(operand for node in nodes for operand in node.operands())}
         if lacks_batch(nodes, [value for value in block.inputs if value.name in read]):
-            return None
+            read |= {value.name for value in batch_input(block.inputs)}  # as `extract_block` does
         for parameter, original in zip(block.parameters, call.parameters, strict=True):
             constant = parameter.buffer or (repeats_frozen and not parameter.trainable)
             if parameter.value.name in read and (original in written or not constant):
