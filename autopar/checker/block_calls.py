@@ -7,6 +7,7 @@ and after each layer, so that one proof serves all of them.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,9 +126,9 @@ class CallsProof:
 
     def _call(self, instance: Instance, given: Sequence[Passed], line: int, calls: list[Any]) -> list[Passed]:
         reasons = []
-        for number, call in self.calls.calls_at(instance):
+        for takes_results, (number, call) in itertools.product((False, True), self.calls.calls_at(instance)):
             try:
-                names = self.calls.arguments(number, call, [each.identity for each in given])
+                names = self.calls.arguments(number, call, [each.identity for each in given], takes_results)
                 inputs = [replace(each.tensor, value=name) for each, name in zip(given, names, strict=True)]
                 self._check_names(instance, call, line)
             except NotProven as error:

@@ -176,12 +176,16 @@ class GraphCalls:
             if call.prefix == instance.prefix and re.fullmatch(rf"(Model)?_?{name}((Totals|Repeated)(_\d+)?)*", instance.block):
                 yield number, call
 
-    def arguments(self, number: int, call: Call, given: Sequence[Identity]) -> list[str]:
-        """The inputs of the block that the arguments are."""
+    def arguments(self, number: int, call: Call, given: Sequence[Identity], takes_results: bool) -> list[str]:
+        """The inputs of the block that the arguments are, or values that it has computed before: with `takes_results` also its
+        results (a total that the call returns)."""
         block, out, free = self.block(call.block), list[str](), set(range(len(call.inputs)))
+        own = dict[Identity, str]()
+        if takes_results:
+            own = {self.value(outer): block.name(inner) for inner, outer in zip(block.block.outputs, call.outputs, strict=True)}
         for each in given:
-            if each[0] == number or self._is_equal_total(each, call):  # which the block has computed before
-                out.append(each[1])
+            if each[0] == number or each in own or self._is_equal_total(each, call):  # which the block has computed before
+                out.append(own.get(each, each[1]))
                 continue
             same = [k for k in range(len(call.inputs)) if self.value(call.inputs[k]) == each]
             if not same:

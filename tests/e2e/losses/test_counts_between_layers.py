@@ -86,6 +86,19 @@ class CountAdded(Counted):
         return ((self.token_losses(x, ids) * mask).sum() + 0.1 * count + 0.2 * own) / count / own
 
 
+class CountReturned(Counted):
+    """The count divides what the layers get, and is returned."""
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        mask = (ids > 7).double()
+        count = mask.sum()
+        x = self.words(ids) / count
+        for layer in self.layers:
+            x = layer(x)
+        kept = (self.token_losses(x, ids) * mask).sum()
+        return {"loss": kept / count, "count": count, "twice": count * 2}
+
+
 class Examples(Counted):
     """The number of examples is a sum of ones, which no input of the batch has a part in."""
 
@@ -110,7 +123,10 @@ class SeveralTokens(Counted):
         return loss
 
 
-MODELS = {kind.__name__: kind for kind in (MaskOfAttention, CountBefore, CountReadTwice, CountAdded, Examples, SeveralTokens)}
+MODELS = {
+    kind.__name__: kind
+    for kind in (MaskOfAttention, CountBefore, CountReadTwice, CountAdded, CountReturned, Examples, SeveralTokens)
+}
 
 
 def trains(name: str, force: str) -> None:
@@ -120,7 +136,8 @@ def trains(name: str, force: str) -> None:
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))
     ids[1, :4], ids[6, :5] = 0, 0  # the examples count differently
-    parallel = autopar.parallelize(models[0], "local:4", {"ids": ids}, force=force, cache=False, proof=True)
+    outputs = ("count", "twice") if name == CountReturned.__name__ else ()
+    parallel = autopar.parallelize(models[0], "local:4", {"ids": ids}, force=force, cache=False, proof=True, outputs=outputs)
     assert parallel.program.micro_batches > 1
     batches = [{"ids": ids}, {"ids": ids.roll(1, 0)[:4]}]
     found, expected = (train(each, batches) for each in (parallel, models[1]))
@@ -128,6 +145,8 @@ def trains(name: str, force: str) -> None:
     for part in ("gradients", "state"):
         for key, tensor in getattr(expected, part).items():
             torch.testing.assert_close(getattr(found, part)[key], tensor, rtol=1e-9, atol=1e-11)
+    for key in outputs:
+        torch.testing.assert_close(parallel(ids)[key], models[1](ids)[key], rtol=1e-9, atol=0)
 
 
 FORCES = ("dp=2,tp=2,micro=2", "pp=2,dp=2,micro=2", pytest.param("pp=4,micro=4", marks=pytest.mark.slow))

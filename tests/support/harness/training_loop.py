@@ -73,7 +73,9 @@ def train(
 
 def loss_of(output: Any) -> Tensor:
     """The scalar that a model returned."""
-    return output if isinstance(output, Tensor) else output.loss  # type: ignore[no-any-return]
+    if isinstance(output, Tensor):
+        return output
+    return output["loss"] if isinstance(output, dict) else output.loss  # type: ignore[no-any-return]
 
 
 def full_gradients(model: nn.Module) -> Tensors:
