@@ -52,7 +52,7 @@ from autopar.plan_inputs import (
 )
 from autopar.planning import make_plan, plan, plan_with
 from autopar.precision import PrecisionLike, compute_dtype_of
-from autopar.program.build import build_program, require_proof
+from autopar.program.build import build_program, check_proof
 from autopar.report.predicted_step import predicted_step
 from autopar.runtime.comm.agreement import on_first_rank, require_agreement, require_equal_models, stated_versions
 from autopar.runtime.comm.async_tp import async_tp_groups
@@ -136,10 +136,10 @@ def parallelize(
     `batch_dim` is where tensors have the batch, if not at dimension 0: all of them, or by argument (``{"src": 1}``).
     `memory_margin` is the share of each device's memory that the plan leaves free (see `make_plan`), `beside` the parallel models
     on the same devices, to which it leaves the peaks of their plans (``beside=[reference]``). With
-    `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs). With `proof` the program is
-    proven equal to the model before it runs, by a checker that knows nothing of how it was made; PlanError names a line that is
-    not proven. With `cuda_graph` a training step is one CUDA graph from the third of its sizes on, which holds the memory of
-    the step for good; what no graph replays (random numbers, values that the host reads) is an error.
+    `compile` blocks run by torch.compile and are priced so (a text is its backend; None: on GPUs). A checker that knows nothing
+    of how the program was made proves it equal to the model before it runs: of a line that is not proven rank 0 warns, and
+    with `proof` it is a PlanError. With `cuda_graph` a training step is one CUDA graph from the third of its sizes on, which
+    holds the memory of the step for good; what no graph replays (random numbers, values that the host reads) is an error.
     `mode="inference"` is for a model that only generates: the plan is for the prefill of the example inputs and for `new_tokens`
     decoded after them (see `make_plan`), the model is put into evaluation, and its parameters are frozen.
 
@@ -218,9 +218,8 @@ def _build(
             frozen = FrozenReads(copy_without_data(model, None), reads, code.names, code.modules, questions=code.questions)
             planned = cluster_of_plan(agreed, cluster)
             maker = _variant_maker(frozen, agreed, planned, example_inputs, options, current_autocast(model), run.proof)
-        if run.proof:
-            require_proof(agreed)
         program = build_program(agreed.graph, agreed.candidate)
+        check_proof(agreed, required=run.proof)
         with watched(heartbeat, "making process groups"):
             mesh = MeshHandle(program.Program.mesh_axes)
             mesh.opaque_modules = whole_modules(model)

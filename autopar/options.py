@@ -134,7 +134,7 @@ class RuntimeOptions:
     cache: take plans from the cache, and keep them there.
     patience_seconds, join_seconds: until ranks that do not answer, or never join, are errors, in seconds.
     check_batch_every, check_every: calls and steps between two checks that cost time (0: never).
-    proof: the program must be proven equal to the model before it runs (`checker`).
+    proof: the program must be proven equal to the model before it runs (`checker`; else rank 0 warns where it is not).
     cuda_graph: training steps are captured and replayed as one CUDA graph.
     """
 

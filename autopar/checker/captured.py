@@ -21,6 +21,13 @@ from autopar.ir.plan import BlockPlan, Candidate
 RANDOM = frozenset(("ap.dropout", "ap.random", "aten.rand", "aten.randn", "aten.bernoulli", "aten.rand_like", "aten.randn_like"))
 
 
+def _number(argument: Any) -> Any:
+    """An argument with ``2.0`` as ``2``, which a text that divides by them does not tell apart."""
+    if isinstance(argument, tuple):
+        return tuple(map(_number, argument))
+    return int(argument) if isinstance(argument, float) and argument.is_integer() else argument
+
+
 def canonical(op: str) -> str:
     """``aten.add.Tensor`` -> ``aten.add``, and one name for those that are the same. A view of other bits is no reshape."""
     if op == "aten.view.dtype":
@@ -88,7 +95,8 @@ class CapturedBlock:
             )  # fmt: skip
             found = CapturedOperation(node, call, operands, tuple(value.name for value in node.outputs),
                                       [node.name])  # fmt: skip
-            key = (node.op, repr(sorted(arguments.items(), key=lambda item: item[0])), call.results, node.no_grad)
+            given = repr(sorted((name, _number(each)) for name, each in arguments.items()))
+            key = (node.op, given, call.results, call.result_dtypes, node.no_grad)
             same = first.get(key) if call.op not in RANDOM and not self._draws(call) else None
             if same is not None:
                 same.nodes.append(node.name)

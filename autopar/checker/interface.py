@@ -88,7 +88,7 @@ class ProgramInterface:
             places[MICRO] = f"S({batched})"
         flowing = value.name in flags.get("differentiable_inputs", ())
         try:
-            kinds = self.axes.placed(shape, places, dict.fromkeys(self.axes.names, "I" if flowing else "R"))
+            kinds = self.axes.placed(shape, places, dict.fromkeys(self.axes.names, "R"))  # the runtime adds up what flows back
         except ValueError as error:
             raise NotProven(line, f"input {value.name}: {error}") from None
         dtype = flags.get("input_dtypes", {}).get(value.name, value.dtype)

@@ -30,7 +30,7 @@ from autopar.ir.mesh import CONTEXT_AXIS, DATA_AXIS
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
-from autopar.program.build import build_program, require_proof
+from autopar.program.build import build_program, check_proof
 from autopar.rules.registry import Registry
 from autopar.runtime.call_keys import KeyedCall
 from autopar.runtime.comm.agreement import on_first_rank
@@ -53,7 +53,8 @@ MOST_BYTES = 2**30
 @dataclass(eq=False)
 class VariantMaker:
     """Makes the programs of calls. `frozen`: what the first program read of a copy of the model on the meta device, in the modes
-    in which the plan's graph was captured; `options` are those of `capture`, `loss_fn` included. `proof`: each must be proven."""
+    in which the plan's graph was captured; `options` are those of `capture`, `loss_fn` included. `proof`: each must be proven
+    (else rank 0 warns of one that is not)."""
 
     frozen: FrozenReads
     plan: Plan
@@ -75,9 +76,8 @@ class VariantMaker:
             graph, candidate, reads, lacks = on_first_rank(lambda: self._planned(call, model))
         ranks = candidate.mesh.size_of(DATA_AXIS)
         uneven = candidate.batch % ranks != 0
-        if self.proof:
-            require_proof(self.plan, (graph, candidate), uneven)
         module: Any = build_program(graph, candidate, uneven=uneven)
+        check_proof(self.plan, (graph, candidate), uneven, required=self.proof)
         context = candidate.mesh.size_of(CONTEXT_AXIS)
         shared = context > 1 or ranks == self.plan.candidate.mesh.size_of(DATA_AXIS)
         form = graph.interface.returns if graph.interface else None

@@ -12,12 +12,14 @@ from support.plans.forced_plans import bundled_graph, forced_search
 from autopar.capture.models import load_model
 from autopar.checker.certificate import certify
 from autopar.cost_models.hardware.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
 from autopar.ir.plan_file.plan_file import Plan
 from autopar.plan_inputs import registry
 from autopar.planning import make_plan
-from autopar.program.build import program_text, require_proof
+from autopar.program import build
+from autopar.program.build import check_proof, program_text
 from autopar.variants.planner import plan_variant
 
 CLUSTER = "local:4"
@@ -48,7 +50,7 @@ def test_other_lengths_and_batches(name: str, force: str, batch: int, length: in
     assert found.holds, found.line()
     assert any("all ranks run this program" in says for _, says in found.assumptions)
     assert any("or one less" in says for _, says in found.assumptions) == uneven
-    require_proof(plan, further, uneven)
+    check_proof(plan, further, uneven, required=True)
 
 
 def test_examples_of_uneven_shards_where_there_are_none() -> None:
@@ -68,3 +70,19 @@ def test_weights_that_lie_elsewhere() -> None:
     found = certify(text, *further, first=elsewhere)
     assert certify(text, *further).holds and not found.holds
     assert "is stored with places" in found.line()
+
+
+def test_what_is_not_proven_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a warning, or an error where a proof is required; also where it is the checker that fails."""
+    plan = first("gpt2-tiny", "dp=2,tp=2")
+    wrong = re.sub(r"B = \w+\.shape\[0\]", "B = self.mesh.own_examples", program_text(plan.graph, plan.candidate), count=1)
+    monkeypatch.setattr(build, "program_text", lambda *_, **__: wrong)
+    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel is not proven \(line \d+\): .* `autopar verify` compares them"):
+        check_proof(plan, required=False)
+    with pytest.raises(PlanError, match="not proven .*; run it without proof=True, and report this line"):
+        check_proof(plan, required=True)
+    monkeypatch.setattr(build, "certify", lambda *_, **__: 1 / 0)
+    with pytest.warns(UserWarning, match="not proven: ZeroDivisionError in the checker"):
+        check_proof(plan, required=False)
+    with pytest.raises(ZeroDivisionError):
+        check_proof(plan, required=True)

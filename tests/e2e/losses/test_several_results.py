@@ -43,7 +43,7 @@ class Net(nn.Module):
 def train_on_ranks(function: Callable[[Tensor], Tensor], degrees: str) -> None:
     torch.manual_seed(0)
     plain, x = Net(function), torch.randn(8, 6, 4, dtype=torch.float64)
-    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False)
+    parallel = autopar.parallelize(copy.deepcopy(plain), "local:2", (x,), force=degrees, cache=False, proof=True)
     for batch in (x, x[:6]):
         loss, expected = parallel(batch), plain(batch)
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)

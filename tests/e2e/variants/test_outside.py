@@ -48,7 +48,7 @@ def adversarial(force: str) -> None:
     makers, judges = mlp(8, 16), mlp(16, 1)
     pairs = [(makers, judges)]
     generator = autopar.parallelize(makers, CLUSTER, (randn(8, 8),), force=force, cache=False)
-    judge = autopar.parallelize(judges, CLUSTER, (randn(8, 16),), force=force, cache=False, beside=generator)
+    judge = autopar.parallelize(judges, CLUSTER, (randn(8, 16),), force=force, cache=False, beside=generator, proof=True)
     predicted = generator.plan.document.predicted
     held = judge.plan.document.cluster.description["device"]["held_bytes"]
     assert held == predicted.peak_memory_bytes - predicted.memory["base"]
