@@ -24,8 +24,8 @@ demo-short: $(RUNTIME)
 # What a submission runs besides: whole folders about what is beside the compiler (commands, other software, reports), about private
 # interfaces of torch, and those that prove by random draws, faults, further models, a second backend or a second way (the checker)
 # what other tests prove.
-SUBMIT := $(addprefix tests/,capture/mathematics checker cli docs dryrun e2e/compiled e2e/elastic e2e/models e2e/packed fuzz \
-	integrations machine_report report runtime/compat runtime/faults runtime/report runtime/tensors runtime/transfer software \
+SUBMIT := $(addprefix tests/,capture/mathematics checker cli docs dryrun e2e/compiled e2e/control_flow e2e/elastic e2e/models e2e/packed \
+	fuzz integrations machine_report report runtime/compat runtime/faults runtime/report runtime/tensors runtime/transfer software \
 	solve/processes validate verification)
 # A worker takes half of the tests, in order, so that what the tests of a room share is made once; one that is done takes over half of
 # what another has left.

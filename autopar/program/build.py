@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from autopar.checker.certificate import Certificate, certify
+from autopar.checker.certificate import Certificate, certify, why_not_proven
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Candidate
@@ -124,12 +124,11 @@ def check_proof(plan: Plan, further: tuple[Graph, Candidate] | None = None, unev
     if not required and dist.is_initialized() and dist.get_rank():
         return
     try:
+        text = program_text(plan.graph, plan.candidate)
         if further is None:
-            certificate = prove_program(plan)
+            reason = why_not_proven(text, plan.graph, plan.candidate)
         else:
-            text = program_text(*further, uneven=uneven)
-            certificate = certify(text, *further, first=program_text(plan.graph, plan.candidate))
-        reason = "" if certificate.holds else certificate.line()
+            reason = why_not_proven(program_text(*further, uneven=uneven), *further, first=text)
     except Exception as error:  # a checker that fails proves nothing, and is no reason not to train
         if required:
             raise

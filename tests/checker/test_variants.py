@@ -81,7 +81,7 @@ def test_what_is_not_proven_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         check_proof(plan, required=False)
     with pytest.raises(PlanError, match="not proven .*; run it without proof=True, and report this line"):
         check_proof(plan, required=True)
-    monkeypatch.setattr(build, "certify", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(build, "why_not_proven", lambda *_, **__: 1 / 0)
     with pytest.warns(UserWarning, match="not proven: ZeroDivisionError in the checker"):
         check_proof(plan, required=False)
     with pytest.raises(ZeroDivisionError):

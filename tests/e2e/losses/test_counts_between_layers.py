@@ -149,10 +149,10 @@ def trains(name: str, force: str) -> None:
         torch.testing.assert_close(parallel(ids)[key], models[1](ids)[key], rtol=1e-9, atol=0)
 
 
-FORCES = ("dp=2,tp=2,micro=2", "pp=2,dp=2,micro=2", pytest.param("pp=4,micro=4", marks=pytest.mark.slow))
-
-
-@pytest.mark.parametrize("force", FORCES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "force",
+    ["pp=2,dp=2,micro=2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp=2,tp=2,micro=2", "pp=4,micro=4"))],
+)
 def test_numbers_of_the_whole_batch(name: str, force: str, ranks: RankPool) -> None:
     ranks.run(trains, name, force)

@@ -59,7 +59,12 @@ def trains(force: str, skip: bool) -> None:
         torch.testing.assert_close(found.state[name], tensor, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("force", ["pp=2,dp=2,micro=2", "pp=4,micro=4", "pp=2,virtual=2,schedule=zbv,dp=2,micro=4"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("skip", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(
+    "force", ["pp=2,dp=2,micro=2", pytest.param("pp=4,micro=4", marks=SLOW), "pp=2,virtual=2,schedule=zbv,dp=2,micro=4"]
+)
 def test_what_is_detached_is_left_alone(force: str, skip: bool, ranks: RankPool) -> None:
     ranks.run(trains, force, skip)
