@@ -51,11 +51,11 @@ def split_totals(graph: Graph, candidate: Candidate) -> GraphAndTotals:
     graph, candidate = split
     graph = replace(graph, blocks=(*graph.blocks, *calls.earlier.blocks))
     candidate = replace(candidate, blocks=(*candidate.blocks, *calls.earlier.plans))
-    return GraphAndTotals(graph, _without_repeated_rests(graph, candidate), tuple(calls.calls), calls.totals)
+    return GraphAndTotals(graph, _without_repeated_totals(graph, candidate), tuple(calls.calls), calls.totals)
 
 
-def _without_repeated_rests(graph: Graph, candidate: Candidate) -> Candidate:
-    """Return the plan without values that stages were to repeat, and of which what is left knows no number of examples: they are
+def _without_repeated_totals(graph: Graph, candidate: Candidate) -> Candidate:
+    """Return the plan without values that stages were to repeat, and that are totals now, which their block hands on: these are
     sent."""
     repeatable, pipeline = repeatable_values(graph), candidate.pipeline
     repeated = tuple(name for name in pipeline.repeated if name in repeatable)
