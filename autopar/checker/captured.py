@@ -22,7 +22,7 @@ RANDOM = frozenset(("ap.dropout", "ap.random", "aten.rand", "aten.randn", "aten.
 
 
 def _number(argument: Any) -> Any:
-    """An argument with ``2.0`` as ``2``, which a text that divides by them does not tell apart."""
+    """Return an argument with ``2.0`` as ``2``: lines are matched by equality, which does not tell them apart."""
     if isinstance(argument, tuple):
         return tuple(map(_number, argument))
     return int(argument) if isinstance(argument, float) and argument.is_integer() else argument
